@@ -1,0 +1,127 @@
+"""The fleet: the workers that run, kept at what the plan asks for.
+
+Invariants: a worker that died is replaced, with pauses that grow while it keeps dying early; every paid interval is told to the
+ledger, from launch to termination; when the fleet stops, nothing that it started is left.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from echo2.errors import UserError
+from echo2.hub.client import HubClient
+
+log = logging.getLogger(__name__)
+EARLY_DEATH_S = 30.0
+HOPELESS_DEATHS = 4
+LONGEST_BACKOFF_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Something that a worker can run on."""
+
+    name: str
+    price_usd_per_hour: float
+
+
+class WorkerBackend(ABC):
+    """Where workers run: processes on this machine, or one cluster per worker in a cloud."""
+
+    @property
+    @abstractmethod
+    def offer(self) -> Offer:
+        """What the next worker is launched on."""
+
+    @abstractmethod
+    def launch(self, name: str) -> None:
+        """Start the worker called `name`. Returns once it was asked for, not once it is ready."""
+
+    @abstractmethod
+    def running(self) -> set[str]:
+        """Names of the workers whose machine or process is there."""
+
+    @abstractmethod
+    def terminate(self, names: set[str], timeout_s: float) -> None:
+        """End these workers, kindly at first; when this returns they are gone."""
+
+    @abstractmethod
+    def last_words(self, name: str) -> str:
+        """The end of what the worker printed, for a message."""
+
+
+class Fleet:
+    """Keeps `size` workers running on a backend."""
+
+    def __init__(
+        self,
+        backend: WorkerBackend,
+        hub: HubClient,
+        size: int,
+        restart_backoff_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._backend = backend
+        self._hub = hub
+        self._names = [f"worker-{number}" for number in range(size)]
+        self._backoff_s = restart_backoff_s
+        self._clock = clock
+        self._launched_at: dict[str, float] = {}
+        self._early_deaths = dict.fromkeys(self._names, 0)
+        self._not_before = dict.fromkeys(self._names, 0.0)
+        self._stopped = False
+
+    def reconcile(self) -> None:
+        """Replace who died; to be called about once a second."""
+        if self._stopped:
+            return
+        running = self._backend.running()
+        for name in self._names:
+            if name in running:
+                continue
+            if name in self._launched_at:
+                self._mourn(name)
+            if self._clock() >= self._not_before[name]:
+                self._launch(name)
+
+    def raise_if_hopeless(self) -> None:
+        """Raises UserError once every worker has died early `HOPELESS_DEATHS` times in a row: starting more would not help."""
+        if self._names and min(self._early_deaths.values()) >= HOPELESS_DEATHS:
+            words = self._backend.last_words(self._names[0])
+            raise UserError(f"every worker ended {HOPELESS_DEATHS} times right after its start; {self._names[0]} said: {words}")
+
+    def stop(self, timeout_s: float = 20.0) -> None:
+        """End every worker; none is launched afterwards."""
+        self._stopped = True
+        self._backend.terminate(set(self._names), timeout_s)
+        for name in list(self._launched_at):
+            del self._launched_at[name]
+            self._tell(lambda name=name: self._hub.close_interval(name))
+
+    def _launch(self, name: str) -> None:
+        offer = self._backend.offer
+        self._tell(lambda: self._hub.open_interval(name, offer.name, offer.price_usd_per_hour))
+        self._backend.launch(name)
+        self._launched_at[name] = self._clock()
+
+    def _mourn(self, name: str) -> None:
+        lived_s = self._clock() - self._launched_at.pop(name)
+        early = lived_s < EARLY_DEATH_S
+        self._early_deaths[name] = self._early_deaths[name] + 1 if early else 0
+        pause_s = min(LONGEST_BACKOFF_S, self._backoff_s * 2 ** max(0, self._early_deaths[name] - 1))
+        self._not_before[name] = self._clock() + pause_s
+        words = self._backend.last_words(name)
+        log.warning("%s ended after %.0f s and is replaced in %.1f s; it said: %s", name, lived_s, pause_s, words)
+        self._tell(lambda: self._hub.close_interval(name))
+        self._tell(lambda: self._hub.note("worker ended", name, words))
+
+    def _tell(self, message: Callable[[], None]) -> None:
+        """The ledger's record must not keep the fleet from its work; what could not be told is logged."""
+        try:
+            message()
+        except UserError as error:
+            log.error("the ledger could not be told: %s", error)

@@ -1,0 +1,120 @@
+"""The command line: `echo2 plan | train | worker | hub | status`.
+
+Invariants: nothing heavy is imported before a command runs; an error that the user can mend is one line on standard error and
+exit code 2; an interrupted run ends with exit code 130.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from echo2 import __version__
+from echo2.errors import UserError
+
+OVERRIDES_HELP = "CONFIG… are TOML files, read left to right; SECTION.KEY=VALUE overrides them."
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="echo2")
+def echo2() -> None:
+    """Reinforcement-learning post-training with one busy learner and cheap, scattered rollout workers."""
+
+
+@echo2.command(epilog=OVERRIDES_HELP)
+@click.argument("settings", nargs=-1, metavar="[CONFIG]… [SECTION.KEY=VALUE]…")
+def plan(settings: tuple[str, ...]) -> None:
+    """Predict step time, learner utilisation, what binds, and the throughput that the learner needs."""
+    from echo2.capacity.plan import make_plan, render_plan
+
+    click.echo(render_plan(make_plan(_load(settings))))
+
+
+@echo2.command(epilog=OVERRIDES_HELP)
+@click.argument("settings", nargs=-1, metavar="[CONFIG]… [SECTION.KEY=VALUE]…")
+@click.option("--resume", is_flag=True, help="Go on with the run that is in the run's directory.")
+@click.option("--dry-run", is_flag=True, help="Print the resolved configuration and the plan, and start nothing.")
+def train(settings: tuple[str, ...], resume: bool, dry_run: bool) -> None:
+    """Train: start hub and workers, run the learner as Prefect flows, end with a summary."""
+    config = _load(settings)
+    if dry_run:
+        from echo2.capacity.plan import make_plan, render_plan
+        from echo2.config import dump_toml
+
+        click.echo(dump_toml(config))
+        click.echo(render_plan(make_plan(config)))
+        return
+    from flows.run import run_to_end
+
+    sys.exit(run_to_end(config, resume))
+
+
+@echo2.command(epilog="SECTION.KEY=VALUE changes this worker's own settings, for example worker.slots=64.")
+@click.option("--hub", "hub_url", required=True, help="Address of the hub, for example http://10.0.0.5:8700.")
+@click.option("--name", default=None, help="Name of this worker; by default the host's name and the process's number.")
+@click.option("--parent", "parent_pid", type=int, hidden=True)
+@click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]…")
+def worker(hub_url: str, name: str | None, parent_pid: int | None, overrides: tuple[str, ...]) -> None:
+    """Generate rollouts for the hub until SIGTERM; the run's token is read from ECHO2_TOKEN."""
+    from echo2.rollout.process import work
+
+    token = os.environ.get("ECHO2_TOKEN", "")
+    if not token:
+        raise UserError("ECHO2_TOKEN is not set: give it the content of the run's file `token`")
+    work(hub_url, token, name or f"{socket.gethostname()}-{os.getpid()}"[-64:], list(overrides), parent_pid)
+
+
+@echo2.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--fd", "listening_fd", type=int, hidden=True)
+@click.option("--parent", "parent_pid", type=int, hidden=True)
+def hub(run: Path, listening_fd: int | None, parent_pid: int | None) -> None:
+    """Serve the run in directory RUN until SIGTERM; `echo2 train` does this by itself."""
+    from echo2.hub.server import serve
+
+    serve(run, listening_fd, parent_pid)
+
+
+@echo2.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+def status(run: Path, as_json: bool) -> None:
+    """Show how the run in directory RUN stands, from its ledger; the run may be going on or over."""
+    from echo2.hub.inspection import inspect_run
+    from echo2.report import render_status
+
+    found: dict[str, Any] = inspect_run(run)
+    click.echo(json.dumps(found, indent=2) if as_json else render_status(found), nl=False)
+
+
+def _load(settings: tuple[str, ...]) -> Any:
+    from echo2.config import load_config
+
+    files = [Path(setting) for setting in settings if "=" not in setting]
+    return load_config(files, [setting for setting in settings if "=" in setting])
+
+
+def main() -> None:
+    """Run a command; the exit code tells how it ended."""
+    try:
+        echo2.main(standalone_mode=False)
+    except UserError as error:
+        _fail(str(error), 2)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(2)
+    except (KeyboardInterrupt, click.Abort):
+        _fail("interrupted", 130)
+    except BrokenPipeError:
+        sys.exit(1)
+
+
+def _fail(sentence: str, code: int) -> None:
+    click.echo(f"echo2: {sentence}", err=True)
+    sys.exit(code)

@@ -1,0 +1,262 @@
+"""Taking a snapshot from wherever it is offered, while the worker goes on generating.
+
+Invariants: what is handed over is bit-equal to what the learner published, and was the newest when its transfer began; a chunk
+that arrived whole is never asked for again; every retry waits.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from blake3 import blake3
+
+from echo2.dissemination.manifest import Manifest, SnapshotWithdrawn, signing_key, verify
+from echo2.errors import SnapshotError, WaitTimeout
+
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 5.0
+
+Fetch = Callable[[int, int], Iterator[bytes]]
+"""(first_chunk, count) → the bytes of these chunks, in pieces of any size."""
+
+
+class SourceUnavailable(Exception):
+    """A source that cannot be reached or broke off: worth another try."""
+
+
+class SnapshotSource(Protocol):
+    """Where snapshots come from."""
+
+    def wait_newest(self, after_snapshot_id: str | None, wait_s: float) -> Manifest | None:
+        """The newest manifest once its snapshot_id is another than `after_snapshot_id`; None after `wait_s` without one.
+
+        Raises SourceUnavailable.
+        """
+
+    def stream(self, version: int, snapshot_id: str, first_chunk: int, count: int) -> Iterator[bytes]:
+        """The bytes of these chunks. Raises SourceUnavailable, or SnapshotWithdrawn where there is no such snapshot now."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedSnapshot:
+    """A snapshot that arrived whole; `fetch_s` from its announcement to its last byte."""
+
+    manifest: Manifest
+    payload: bytes
+    fetch_s: float
+
+
+def receive(
+    manifest: Manifest,
+    fetch: Fetch,
+    key: bytes,
+    run_id: str,
+    *,
+    attempts: int = 5,
+    break_attempts: float = 5,
+    pause: Callable[[float], None] = time.sleep,
+) -> bytes:
+    """The payload that `manifest` describes.
+
+    A chunk that arrives damaged or cut short is asked for again, `attempts` times in all. A source that breaks off is resumed
+    at the chunk it had reached, until it broke `break_attempts` times without progress (infinity: for ever). `pause` sleeps
+    in between.
+    Raises SnapshotError for a manifest that is not this run's or when attempts are used up; passes SnapshotWithdrawn on.
+    """
+    verify(manifest, key, run_id)
+    assembly = _Assembly(manifest)
+    damages = breaks = 0
+    while not assembly.complete:
+        reached = assembly.chunk
+        try:
+            _transfer(assembly, fetch, manifest)
+        except (_ChunkDamaged, SourceUnavailable) as error:
+            if assembly.chunk > reached:
+                damages = breaks = 0
+            damages += isinstance(error, _ChunkDamaged)
+            breaks += isinstance(error, SourceUnavailable)
+            if damages >= attempts or breaks >= break_attempts:
+                raise SnapshotError(
+                    f"snapshot of version {manifest.version}: chunk {assembly.chunk} of {manifest.chunk_count} could not be "
+                    f"had in {damages + breaks} attempts ({error}): check the link to the hub and the hub's disk"
+                ) from error
+            pause(retry_pause_s(damages + breaks))
+    return assembly.finish()
+
+
+def retry_pause_s(failures: int) -> float:
+    """Seconds to wait after the n-th failure in a row: doubling up to 5 s, less up to a half so that workers spread out."""
+    longest_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(failures, 16))
+    return longest_s * random.uniform(0.5, 1.0)
+
+
+class _ChunkDamaged(Exception):
+    pass
+
+
+class _Assembly:
+    """The payload as it grows: chunks below `chunk` have arrived and are right."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._payload = bytearray(manifest.total_bytes)
+        self._filled_bytes = 0
+        self.chunk = 0
+
+    @property
+    def complete(self) -> bool:
+        return self.chunk == self._manifest.chunk_count
+
+    def restart_chunk(self) -> None:
+        """Forget the beginning of a chunk that was not finished."""
+        self._filled_bytes = 0
+
+    def feed(self, piece: bytes) -> None:
+        """Take the next bytes; what goes beyond the payload is left. Raises _ChunkDamaged at the first wrong chunk."""
+        rest = memoryview(piece)
+        while rest and not self.complete:
+            start, length = self._manifest.byte_range(self.chunk)
+            part = rest[: length - self._filled_bytes]
+            rest = rest[len(part) :]
+            self._payload[start + self._filled_bytes : start + self._filled_bytes + len(part)] = part
+            self._filled_bytes += len(part)
+            if self._filled_bytes == length:
+                digest = blake3(memoryview(self._payload)[start : start + length]).hexdigest()
+                if digest != self._manifest.chunk_digests[self.chunk]:
+                    raise _ChunkDamaged("its digest is not the one in the manifest")
+                self.chunk += 1
+                self._filled_bytes = 0
+
+    def finish(self) -> bytes:
+        """The payload. Raises SnapshotError if it is not what the manifest promises."""
+        if blake3(self._payload).hexdigest() != self._manifest.weights_digest:
+            raise SnapshotError(
+                f"snapshot of version {self._manifest.version}: every chunk is right but the whole has not the digest in its "
+                f"manifest: publish it again"
+            )
+        return bytes(self._payload)
+
+
+def _transfer(assembly: _Assembly, fetch: Fetch, manifest: Manifest) -> None:
+    """One stream from the first missing chunk to the end. Raises _ChunkDamaged or SourceUnavailable where it goes wrong."""
+    assembly.restart_chunk()
+    stream = fetch(assembly.chunk, manifest.chunk_count - assembly.chunk)
+    try:
+        for piece in stream:
+            assembly.feed(piece)
+            if assembly.complete:
+                return
+    finally:
+        if isinstance(stream, Generator):
+            stream.close()
+    raise _ChunkDamaged("the stream ended within it")
+
+
+class _Stopped(Exception):
+    pass
+
+
+class SnapshotFollower:
+    """A thread that keeps fetching the newest snapshot, so that its owner can go on generating until the next one is whole.
+
+    A transfer that has begun is finished, then the newest version is next, whatever was published between. Counters may be read
+    from any thread.
+    """
+
+    def __init__(self, source: SnapshotSource, run_id: str, token: str, *, wait_s: float = 20.0) -> None:
+        """`wait_s` is the length of one long-poll."""
+        self._source = source
+        self._run_id = run_id
+        self._key = signing_key(token)
+        self._wait_s = wait_s
+        self._thread = threading.Thread(target=self._run, name="snapshot-follower", daemon=True)
+        self._stopping = threading.Event()
+        self._changed = threading.Condition()
+        self._received: ReceivedSnapshot | None = None
+        self._ended = False
+        self.rejected = 0
+        """Snapshots refused: damaged after every attempt, forged, or another run's."""
+        self.last_error: str | None = None
+        """Why the newest snapshot could not be had at the last try; None after one was."""
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def take(self) -> ReceivedSnapshot | None:
+        """The newest snapshot that arrived since the last call, if any. Raises RuntimeError if the thread died of a defect."""
+        with self._changed:
+            self._raise_if_dead()
+            received, self._received = self._received, None
+            return received
+
+    def wait_first(self, timeout_s: float) -> ReceivedSnapshot:
+        """`take`, but waits for a snapshot to arrive. Raises WaitTimeout after `timeout_s`, or when stopped meanwhile."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._received is not None or self._ended, timeout_s)
+        received = self.take()
+        if received is None:
+            reason = f": {self.last_error}" if self.last_error else ""
+            raise WaitTimeout(f"no snapshot of run {self._run_id} arrived within {timeout_s:g} s{reason}")
+        return received
+
+    def stop(self, timeout_s: float = 2.0) -> None:
+        """End the thread, waiting up to `timeout_s`; a long-poll under way ends by itself and delivers nothing."""
+        self._stopping.set()
+        self._thread.join(timeout_s)
+
+    def _raise_if_dead(self) -> None:
+        if self._ended and not self._stopping.is_set():
+            raise RuntimeError("the snapshot follower's thread died: its traceback is in the log")
+
+    def _run(self) -> None:
+        try:
+            self._follow()
+        except _Stopped:
+            return
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+    def _follow(self) -> None:
+        held: str | None = None
+        failures = 0
+        while True:
+            try:
+                manifest = self._source.wait_newest(held, self._wait_s)
+                if manifest is None or manifest.snapshot_id == held:
+                    self._pause(FIRST_PAUSE_S)
+                    continue
+                received = self._receive(manifest)
+            except (SourceUnavailable, SnapshotError) as error:
+                failures += 1
+                self.rejected += isinstance(error, SnapshotError) and not isinstance(error, SnapshotWithdrawn)
+                self.last_error = str(error)
+                self._pause(retry_pause_s(failures))
+                continue
+            held, failures, self.last_error = manifest.snapshot_id, 0, None
+            with self._changed:
+                self._received = received
+                self._changed.notify_all()
+
+    def _receive(self, manifest: Manifest) -> ReceivedSnapshot:
+        start_s = time.monotonic()
+
+        def fetch(first_chunk: int, count: int) -> Iterator[bytes]:
+            for piece in self._source.stream(manifest.version, manifest.snapshot_id, first_chunk, count):
+                if self._stopping.is_set():
+                    raise _Stopped
+                yield piece
+
+        payload = receive(manifest, fetch, self._key, self._run_id, break_attempts=math.inf, pause=self._pause)
+        return ReceivedSnapshot(manifest, payload, time.monotonic() - start_s)
+
+    def _pause(self, seconds: float) -> None:
+        if self._stopping.wait(seconds):
+            raise _Stopped

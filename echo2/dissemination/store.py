@@ -1,0 +1,218 @@
+"""The snapshots of a run on disk: one process publishes, any number read.
+
+Invariants: a version is visible only after its payload and then its manifest are on the disk; a reader sees the old snapshot
+or the new one, whole; a publisher that dies leaves the visible versions as they were. `v00000012` is a link to a hidden folder
+that is never written again, so that one atomic rename replaces payload and manifest together.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from echo2.dissemination.manifest import Manifest, SnapshotWithdrawn, describe, parse_manifest, sign, signing_key, verify
+from echo2.errors import SnapshotError
+
+PAYLOAD_NAME = "weights.safetensors"
+MANIFEST_NAME = "manifest.json"
+READ_BYTES = 1024 * 1024
+VERIFIED_MANIFESTS = 64
+VISIBLE = r"v(\d{8,})"
+OURS = r"\.?v\d{8,}.*"
+
+
+class SnapshotStore:
+    """A folder of snapshots, `folder/v00000012/{weights.safetensors, manifest.json}`, of one run."""
+
+    def __init__(self, folder: Path, run_id: str, token: str) -> None:
+        self._folder = folder
+        self._run_id = run_id
+        self._key = signing_key(token)
+        self._verified: dict[tuple[str, int, int], Manifest] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def publish(self, version: int, payload: bytes, chunk_bytes: int) -> Manifest:
+        """Make `payload` the snapshot of `version`, in place of a former one; when this returns, it is on the disk.
+
+        Raises SnapshotError for an empty payload.
+        """
+        if not payload:
+            raise SnapshotError(f"snapshot of version {version} is empty: a payload must hold weights")
+        manifest = sign(describe(payload, self._run_id, version, chunk_bytes), self._key)
+        link = self._folder / _name(version)
+        hidden = self._folder / f".{link.name}.{secrets.token_hex(8)}"
+        with self._writing():
+            hidden.mkdir()
+            _write(hidden / PAYLOAD_NAME, payload)
+            _write(hidden / MANIFEST_NAME, manifest.model_dump_json().encode())
+            _sync(hidden)
+            former = _target(link)
+            if former == link.name:
+                shutil.rmtree(link)
+            new_link = hidden.with_name(hidden.name + ".link")
+            new_link.symlink_to(hidden.name)
+            new_link.replace(link)
+            _sync(self._folder)
+            if former not in (None, link.name):
+                shutil.rmtree(self._folder / former)
+        return manifest
+
+    def versions(self) -> list[int]:
+        """Versions that can be read, oldest first."""
+        complete = [entry.name for entry in self._folder.iterdir() if entry.is_symlink() or (entry / MANIFEST_NAME).is_file()]
+        return sorted(int(found[1]) for name in complete if (found := re.fullmatch(VISIBLE, name)))
+
+    def newest(self) -> Manifest | None:
+        """Manifest of the highest version; None where there is none. Raises SnapshotError if it is damaged or another run's."""
+        for version in reversed(self.versions()):
+            try:
+                return self.manifest(version)
+            except SnapshotWithdrawn:
+                continue
+        return None
+
+    def manifest(self, version: int) -> Manifest:
+        """The verified manifest of `version`. Raises SnapshotWithdrawn if there is none, SnapshotError if it is damaged."""
+        return self._resolve(version)[0]
+
+    def path(self, version: int) -> Path:
+        """File that holds the payload of `version`. Raises SnapshotWithdrawn if there is none."""
+        return self._resolve(version)[1]
+
+    def read(self, version: int, start: int, length: int) -> bytes:
+        """`length` bytes of the payload from `start` on. Raises SnapshotWithdrawn, or SnapshotError if there are fewer."""
+        return b"".join(_pieces(version, self.path(version), start, length))
+
+    def stream(self, version: int, snapshot_id: str, first_chunk: int, count: int) -> Iterator[bytes]:
+        """The bytes of `count` chunks in pieces, all from the snapshot called `snapshot_id`, even if it is replaced meanwhile.
+
+        Raises SnapshotWithdrawn if that snapshot is not in the store, SnapshotError if it has no such chunks.
+        """
+        manifest, payload = self._resolve(version)
+        if manifest.snapshot_id != snapshot_id:
+            raise _withdrawn(version)
+        return _pieces(version, payload, *manifest.byte_range(first_chunk, count))
+
+    def withdraw_after(self, version: int) -> list[int]:
+        """Remove every version newer than `version`, newest first, and say which; a resumed run makes them anew."""
+        return self._remove([v for v in reversed(self.versions()) if v > version])
+
+    def sweep(self, retain: int) -> list[int]:
+        """Keep the newest `retain` versions, remove older ones and what dead publishers left; returns the versions removed."""
+        removed = self._remove(self.versions()[:-retain])
+        with self._writing():
+            entries = [entry for entry in self._folder.iterdir() if re.fullmatch(OURS, entry.name)]
+            visible = {_name(version) for version in self.versions()}
+            used = visible | {_target(self._folder / name) for name in visible}
+            for entry in entries:
+                if entry.name not in used:
+                    _delete(entry)
+        return removed
+
+    def _remove(self, versions: list[int]) -> list[int]:
+        with self._writing():
+            for version in versions:
+                link = self._folder / _name(version)
+                former = _target(link)
+                _delete(link)
+                if former not in (None, link.name):
+                    _delete(self._folder / former)
+            _sync(self._folder)
+        return versions
+
+    def _resolve(self, version: int) -> tuple[Manifest, Path]:
+        """Manifest and payload file of one and the same snapshot."""
+        link = self._folder / _name(version)
+        while (target := _target(link)) is not None:
+            try:
+                return self._read_manifest(self._folder / target), self._folder / target / PAYLOAD_NAME
+            except FileNotFoundError:
+                if target == _target(link):
+                    break
+        raise _withdrawn(version)
+
+    def _read_manifest(self, folder: Path) -> Manifest:
+        """The verified manifest in `folder`, parsed once: a large model's has some 100,000 digests."""
+        file = folder / MANIFEST_NAME
+        status = file.stat()
+        key = (folder.name, status.st_ino, status.st_mtime_ns)
+        manifest = self._verified.get(key)
+        if manifest is None:
+            manifest = parse_manifest(file.read_bytes())
+            verify(manifest, self._key, self._run_id)
+            if len(self._verified) >= VERIFIED_MANIFESTS:
+                self._verified.clear()
+            self._verified[key] = manifest
+        return manifest
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """One writer at a time; the system drops the lock of a process that dies."""
+        with (self._folder / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+
+def _name(version: int) -> str:
+    return f"v{version:08d}"
+
+
+def _target(link: Path) -> str | None:
+    """Name of the folder that a version is kept in: its own where it is no link, as in a copied run; None for none."""
+    try:
+        return str(link.readlink())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return link.name
+
+
+def _delete(entry: Path) -> None:
+    if entry.is_symlink():
+        entry.unlink()
+    else:
+        shutil.rmtree(entry)
+
+
+def _withdrawn(version: int) -> SnapshotWithdrawn:
+    return SnapshotWithdrawn(f"snapshot of version {version} is not, or no longer, in the store: ask for the newest one")
+
+
+def _pieces(version: int, payload: Path, start: int, length: int) -> Iterator[bytes]:
+    try:
+        file = payload.open("rb")
+    except FileNotFoundError:
+        raise _withdrawn(version) from None
+    with file:
+        file.seek(start)
+        while length > 0:
+            piece = file.read(min(length, READ_BYTES))
+            if not piece:
+                raise SnapshotError(f"payload of version {version} ends {length} bytes early in {payload}: publish it again")
+            length -= len(piece)
+            yield piece
+
+
+def _write(file: Path, content: bytes) -> None:
+    with file.open("wb") as opened:
+        opened.write(content)
+        opened.flush()
+        os.fsync(opened.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """Put the names in `folder` on the disk, as fsync of a file does not."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

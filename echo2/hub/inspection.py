@@ -1,0 +1,59 @@
+"""How a run stands, for the hub itself and for a look from outside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from echo2.errors import UserError
+from echo2.hub.database import Database
+from echo2.hub.ledger import Ledger, rules_of
+from echo2.hub.roster import Roster
+from echo2.hub.statistics import Statistics
+from echo2.run_directory import RunDirectory, open_run
+
+
+def inspect_run(path: Path) -> dict[str, Any]:
+    """The status of the run in directory `path`, read from its ledger; raises UserError if there is none yet."""
+    run = open_run(path)
+    if not run.ledger.exists():
+        raise UserError(f"run {path} has no ledger yet: its hub has not started")
+    database = Database(run.ledger, run.run_id)
+    try:
+        return describe_run(run, database)
+    finally:
+        database.close()
+
+
+def describe_run(run: RunDirectory, database: Database) -> dict[str, Any]:
+    """The run's status: counts, rates, waste, workers, the last step, the measured terms, money, events."""
+    ledger, roster, statistics = Ledger(database, rules_of(run.config)), Roster(database), Statistics(database)
+    workers = [
+        {
+            "worker_id": worker.worker_id,
+            "silent_s": round(worker.silent_s, 3),
+            "version": worker.telemetry.version,
+            "groups": worker.telemetry.groups,
+            "groups_per_s": worker.telemetry.groups_per_s,
+            "tokens": worker.telemetry.tokens,
+        }
+        for worker in roster.live_workers()
+    ]
+    return {
+        "run_id": run.run_id,
+        "step": ledger.current_step,
+        "total_steps": run.config.run.steps,
+        "version": ledger.highest_version,
+        "staleness_bound": run.config.staleness.bound,
+        "max_trained_staleness": statistics.max_trained_staleness(),
+        "groups": statistics.groups_by_state(),
+        "wasted_tokens": statistics.wasted_tokens(),
+        "rollouts_per_s": statistics.rollouts_per_s(),
+        "workers": workers,
+        "workers_seen": statistics.workers_seen(),
+        "versions_disseminated": statistics.versions_loaded(),
+        "last_step": statistics.last_metrics(),
+        "measured_terms": statistics.measured_terms(),
+        "cost_usd": roster.cost_usd(),
+        "events": statistics.events(),
+    }

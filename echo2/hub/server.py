@@ -1,0 +1,31 @@
+"""The hub's process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from pathlib import Path
+
+import uvicorn
+
+from echo2.hub.address import listen, url_of
+from echo2.hub.app import create_app
+from echo2.lifeline import end_with_parent
+from echo2.run_directory import open_run
+
+GRACE_S = 5
+
+
+def serve(run_path: Path, listening_fd: int | None, parent_pid: int | None) -> None:
+    """Serve the run until SIGTERM. With `listening_fd` the socket is the parent's, so that it outlives this process."""
+    run = open_run(run_path)
+    if parent_pid is not None:
+        end_with_parent(parent_pid, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    config = run.config.hub
+    listener = socket.socket(fileno=listening_fd) if listening_fd is not None else listen(config.host, config.port)
+    print(f"hub of run {run.run_id} listens on {url_of(listener)}", flush=True)
+    settings = uvicorn.Config(
+        create_app(run), log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE_S, timeout_keep_alive=75
+    )
+    uvicorn.Server(settings).run(sockets=[listener])

@@ -1,0 +1,262 @@
+"""The hub's logic, apart from HTTP: ledger, snapshots, scoring and who waits for what.
+
+Invariants: one thread touches the ledger; a reply is given after the ledger has written what it says; workers that hold a
+snapshot which was withdrawn get no leases.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from echo2.dissemination.manifest import Manifest
+from echo2.dissemination.store import SnapshotStore
+from echo2.errors import SnapshotError, UserError
+from echo2.hub.database import Database
+from echo2.hub.inspection import describe_run
+from echo2.hub.ledger import LeasedGroup, Ledger, PostOutcome, rules_of
+from echo2.hub.roster import Roster
+from echo2.hub.scoring import ScoringPool
+from echo2.hub.signals import Signal
+from echo2.hub.statistics import Statistics
+from echo2.protocol import Batch, GroupRollouts, Lease, Sampling, Telemetry, TrainingGroup, WorkerWelcome
+from echo2.run_directory import RunDirectory
+from echo2.tasks import make_task
+from echo2.tasks.order import prompt_index
+from echo2.tasks.tokenizer import check_agreement, load_tokenizer
+
+SWEEP_INTERVAL_S = 0.5
+Result = TypeVar("Result")
+
+
+class Hub:
+    """Serves one run; made and used inside one event loop."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        config = run.config
+        self.run = run
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
+        self._db = Database(run.ledger, run.run_id)
+        self.ledger = Ledger(self._db, rules_of(config))
+        self.roster = Roster(self._db)
+        self.statistics = Statistics(self._db)
+        self.store = SnapshotStore(run.snapshots, run.run_id, run.token)
+        self._task = make_task(config.task, config.run.seed)
+        self._tokenizer = load_tokenizer(run.model)
+        check_agreement(self._task, self._tokenizer)
+        self.sampling = Sampling(
+            temperature=config.sampling.temperature,
+            max_completion_tokens=config.sampling.max_completion_tokens,
+            stop_token_ids=tuple(self._tokenizer.eos_token_ids),
+            seed=config.run.seed,
+        )
+        self._scoring = ScoringPool(
+            config.task, config.run.seed, run.model, config.hub.scoring_processes, config.hub.scoring_timeout_s
+        )
+        self.leases_open = Signal()
+        self.groups_ready = Signal()
+        self.snapshot_announced = Signal()
+        self.snapshot_loaded = Signal()
+        self._to_score: asyncio.Queue[int] = asyncio.Queue()
+        self._chores: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Take up what an earlier hub left, and begin the chores."""
+        await self.durably(self.roster.forgive_silence)
+        for group_id in await self.durably(self.ledger.generated_groups):
+            self._to_score.put_nowait(group_id)
+        scorers = [self._score_groups() for _ in range(2 * self.run.config.hub.scoring_processes)]
+        self._chores = [asyncio.create_task(chore) for chore in (self._sweep(), *scorers)]
+
+    async def stop(self) -> None:
+        for chore in self._chores:
+            chore.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await chore
+        await asyncio.to_thread(self._scoring.close)
+        await self.durably(self._db.close)
+        self._thread.shutdown()
+
+    def chores_failed(self) -> BaseException | None:
+        """The error that ended a chore, if any did: the hub cannot go on then."""
+        return next((c.exception() for c in self._chores if c.done() and not c.cancelled()), None)
+
+    async def durably(self, call: Callable[..., Result], *arguments: Any) -> Result:
+        """Run a ledger or roster call in the one thread that may touch the database."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
+
+    # --- workers
+
+    async def register(self, name: str) -> WorkerWelcome:
+        worker_id, former = await self.durably(self.roster.register, name)
+        for lost in former:
+            await self._reopen_leases(lost)
+        return WorkerWelcome(
+            worker_id=worker_id, run_id=self.run.run_id, sampling=self.sampling, config=self.run.config.model_dump(mode="json")
+        )
+
+    async def loaded(self, worker_id: str, telemetry: Telemetry) -> None:
+        """The worker generates with another version from now on."""
+        await self.durably(self.roster.heartbeat, worker_id, telemetry)
+        if telemetry.version is None or telemetry.snapshot_id is None:
+            raise UserError(f"worker {worker_id} reports a load without version or snapshot_id")
+        with contextlib.suppress(SnapshotError):
+            announced_at = self.store.manifest(telemetry.version).created_unix_s
+            await self.durably(
+                self.roster.record_load, worker_id, telemetry.version, telemetry.snapshot_id, announced_at, telemetry.fetch_s
+            )
+        self.snapshot_loaded.fire()
+        self.leases_open.fire()
+
+    async def lease(self, worker_id: str, limit: int, wait_s: float) -> list[Lease]:
+        """Leases for a worker, at most `limit`; waits up to `wait_s` for some."""
+        leased = await self.leases_open.poll(lambda: self._lease_now(worker_id, limit), wait_s) or []
+        config = self.run.config
+        return [
+            Lease(
+                group_id=group.group_id,
+                attempt=group.attempt,
+                members=group.members,
+                prompt_token_ids=tuple(self._tokenizer.encode(self._task.prompt(self.prompt_of(group.group_id)))),
+                timeout_s=config.hub.lease_timeout_s,
+            )
+            for group in leased
+        ]
+
+    async def post(self, worker_id: str, group: GroupRollouts) -> PostOutcome:
+        outcome = await self.durably(self.ledger.post, worker_id, group)
+        if outcome == "accepted" and group.rollouts:
+            self._to_score.put_nowait(group.group_id)
+        else:
+            self.leases_open.fire()
+        if group.failures:
+            reasons = {str(f.member): f.reason for f in group.failures}
+            await self.durably(self.roster.note, "generation failed", f"group {group.group_id} on {worker_id}", reasons)
+        return outcome
+
+    async def return_leases(self, worker_id: str, group_ids: list[int]) -> int:
+        returned = await self.durably(self.ledger.return_leases, worker_id, group_ids)
+        self.leases_open.fire()
+        return returned
+
+    async def leave(self, worker_id: str) -> None:
+        await self.durably(self.roster.leave, worker_id)
+        await self._reopen_leases(worker_id)
+        self.snapshot_loaded.fire()
+
+    def prompt_of(self, group_id: int) -> int:
+        return prompt_index(group_id, self._task.size, self.run.config.run.seed)
+
+    async def _lease_now(self, worker_id: str, limit: int) -> list[LeasedGroup]:
+        def lease() -> list[LeasedGroup]:
+            if not self.roster.is_live(worker_id):
+                raise UserError(f"worker {worker_id} is not live: register again")
+            telemetry = next(w.telemetry for w in self.roster.live_workers() if w.worker_id == worker_id)
+            if telemetry.version is None or not self._still_published(telemetry):
+                return []
+            return self.ledger.lease(worker_id, telemetry.version, limit)
+
+        return await self.durably(lease)
+
+    def _still_published(self, telemetry: Telemetry) -> bool:
+        """A version that a resume took back, or published anew with other weights, is not the one that the worker holds."""
+        versions = self.store.versions()
+        if not versions or telemetry.version is None or telemetry.version > versions[-1]:
+            return False
+        return telemetry.version < versions[0] or self.store.manifest(telemetry.version).snapshot_id == telemetry.snapshot_id
+
+    async def _reopen_leases(self, worker_id: str) -> None:
+        await self.durably(self.ledger.reopen_leases_of, worker_id)
+        self.leases_open.fire()
+
+    # --- learner
+
+    async def batch(self, step: int, wait_s: float) -> Batch | None:
+        """The batch for `step`; None if it is not full within `wait_s`."""
+        return await self.groups_ready.poll(lambda: self.durably(self._batch_now, step), wait_s)
+
+    def _batch_now(self, step: int) -> Batch | None:
+        assigned = self.ledger.assign(step)
+        if assigned is None:
+            return None
+        groups = []
+        for group_id in assigned:
+            prompt = tuple(self._tokenizer.encode(self._task.prompt(self.prompt_of(group_id))))
+            members = tuple(m for m in self.ledger.rollouts_of(group_id) if m.reward == m.reward)
+            groups.append(TrainingGroup(group_id, prompt, members))
+        return Batch(step, tuple(groups), self.ledger.scored_means(step))
+
+    async def commit(self, step: int, metrics: dict[str, float], oldest_checkpoint: int) -> None:
+        await self.durably(self.ledger.commit, step, metrics, oldest_checkpoint)
+        self.leases_open.fire()
+        self.groups_ready.fire()
+
+    async def resume(self, version: int) -> int:
+        """The learner starts from `version`; newer snapshots are taken back. Returns how many steps will be replayed."""
+        replayed = await self.durably(self.ledger.resume, version)
+        for withdrawn in self.store.withdraw_after(version):
+            await self.durably(self.roster.note, "snapshot withdrawn", f"version {withdrawn}", "the learner resumed before it")
+        return replayed
+
+    async def announce(self, version: int) -> Manifest:
+        """A snapshot lies in the store: tell whoever waits. Raises SnapshotError if it does not."""
+        manifest = self.store.manifest(version)
+        await self.durably(self.ledger.announce, version)
+        self.store.sweep(self.run.config.dissemination.retain_snapshots)
+        self.snapshot_announced.fire()
+        return manifest
+
+    async def newest_snapshot(self, after: str | None, wait_s: float) -> Manifest | None:
+        """The newest manifest, once it is another than the snapshot called `after`."""
+
+        async def look() -> Manifest | None:
+            newest = self.store.newest()
+            return newest if newest is not None and newest.snapshot_id != after else None
+
+        return await self.snapshot_announced.poll(look, wait_s)
+
+    async def receivers(self, version: int, wait_s: float) -> tuple[list[str], list[str]]:
+        """Who generates with `version` or newer, and who does not yet; waits until the second list is empty."""
+
+        async def look() -> tuple[list[str], list[str]]:
+            live = [w.worker_id for w in await self.durably(self.roster.live_workers)]
+            loaded = await self.durably(self.roster.receivers, version)
+            return sorted(loaded), sorted(set(live) - loaded)
+
+        async def complete() -> tuple[list[str], list[str]] | None:
+            loaded, waiting = await look()
+            return (loaded, waiting) if not waiting else None
+
+        return await self.snapshot_loaded.poll(complete, wait_s) or await look()
+
+    # --- overview
+
+    def status(self) -> dict[str, Any]:
+        """What the run is doing; for `/v1/status`."""
+        return describe_run(self.run, self._db)
+
+    # --- chores
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_INTERVAL_S)
+            for worker_id in await self.durably(self.roster.lose_silent, self.run.config.hub.heartbeat_timeout_s):
+                await self._reopen_leases(worker_id)
+                self.snapshot_loaded.fire()
+            if await self.durably(self.ledger.reopen_overdue):
+                self.leases_open.fire()
+
+    async def _score_groups(self) -> None:
+        while True:
+            group_id = await self._to_score.get()
+            members = await self.durably(self.ledger.rollouts_of, group_id)
+            scores = await self._scoring.score(self.prompt_of(group_id), [m.rollout for m in members])
+            reasons = {str(s.member): s.reason for s in scores if s.reward is None}
+            if reasons:
+                await self.durably(self.roster.note, "scoring failed", f"group {group_id}", reasons)
+            await self.durably(self.ledger.record_scores, group_id, scores)
+            self.groups_ready.fire()
+            self.leases_open.fire()

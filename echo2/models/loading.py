@@ -1,0 +1,90 @@
+"""Models from Hugging Face folders, and their weights as safetensors bytes.
+
+Invariants: nothing is fetched from a network; weights that share memory (tied embeddings) travel once and stay tied; weights
+are taken whole or not at all, so a model never mixes two versions.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from echo2.errors import ConfigError, SnapshotError
+
+Dtype = Literal["float32", "bfloat16"]
+DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is CUDA where there is one, else the CPU. Raises ConfigError for a device that is not there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device {name!r} cannot be used ({str(error).splitlines()[0]}): set it to auto or cpu") from None
+    return device
+
+
+def load_model(folder: Path, dtype: Dtype, device: torch.device) -> Any:
+    """The causal language model in `folder`, in evaluation mode, since dropout would part the learner from the workers.
+
+    Raises ConfigError if the folder holds no such model or lacks some of its weights.
+    """
+    disable_progress_bar()
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder, local_files_only=True, dtype=DTYPES[dtype], attn_implementation="sdpa", output_loading_info=True
+        )
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(f"model {folder} cannot be loaded ({error}): model.path must hold a causal language model") from error
+    if report["missing_keys"] or report["mismatched_keys"]:
+        problem = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))[0]
+        raise ConfigError(f"model {folder} lacks fitting weights for {problem}: fetch the model again")
+    return model.to(device).eval()
+
+
+def export_weights(model: nn.Module, dtype: Dtype) -> bytes:
+    """All weights as one safetensors message in `dtype`; of weights that share memory only the first name is kept."""
+    weights = {}
+    for name, weight in _untied_weights(model).items():
+        weight = weight.detach()
+        weights[name] = (weight.to(DTYPES[dtype]) if weight.is_floating_point() else weight).cpu().contiguous()
+    return save(weights, metadata={"format": "pt"})
+
+
+def load_weights(model: nn.Module, snapshot: bytes) -> None:
+    """Copy the weights of a safetensors message into `model`, in place, cast to the model's own number format.
+
+    Raises SnapshotError, with the model unchanged, unless names and shapes are exactly those of `export_weights`.
+    """
+    try:
+        weights = load(snapshot)
+    except SafetensorError as error:
+        raise SnapshotError(f"snapshot of {len(snapshot)} bytes is not a complete safetensors message ({error})") from None
+    expected = _untied_weights(model)
+    for name in sorted(weights.keys() ^ expected.keys()):
+        fault = "lacks the weight" if name in expected else "has an unknown weight"
+        raise SnapshotError(f"snapshot {fault} {name}: it is of another model")
+    for name, weight in sorted(expected.items()):
+        if weights[name].shape != weight.shape:
+            shapes = f"{tuple(weights[name].shape)} instead of {tuple(weight.shape)}"
+            raise SnapshotError(f"snapshot's weight {name} has the shape {shapes}: it is of another model")
+    with torch.no_grad():
+        for name, weight in expected.items():
+            weight.copy_(weights[name])
+
+
+def _untied_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and saved buffers by name, each object under its first name only."""
+    first_names: dict[int, str] = {}
+    state = model.state_dict(keep_vars=True)
+    return {name: weight for name, weight in state.items() if first_names.setdefault(id(weight), name) == name}

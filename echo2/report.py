@@ -1,0 +1,148 @@
+"""What a run leaves to look at: summary.json, a table of metrics, curves.
+
+Invariant: every figure comes from the ledger; nothing is kept beside it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from echo2.capacity.plan import Terms, predict_run
+from echo2.config import Config
+from echo2.errors import UserError
+from echo2.run_directory import RunDirectory, write_atomically
+
+FIRST_STEPS = 3
+LAST_STEPS = 10
+COLUMNS = ("step", "reward", "exact_match", "staleness/max", "loss", "grad_norm", "kl", "learner/idle_share")
+
+Steps = Sequence[Mapping[str, float]]
+
+
+def write_report(run: RunDirectory, status: Mapping[str, Any], steps: Steps) -> dict[str, Any]:
+    """Write summary.json, report/metrics.jsonl, report/report.md and report/curves.png; returns the summary."""
+    summary = summarise(run.config, status, steps)
+    write_atomically(run.path / "summary.json", json.dumps(summary, indent=2) + "\n")
+    write_atomically(run.report / "metrics.jsonl", "".join(json.dumps(dict(step)) + "\n" for step in steps))
+    write_atomically(run.report / "report.md", render_status(status))
+    if steps:
+        _plot(run, steps)
+    return summary
+
+
+def summarise(config: Config, status: Mapping[str, Any], steps: Steps) -> dict[str, Any]:
+    """The run's figures; a figure that the run did not produce is None.
+
+    Busy shares leave out the first step, whose wait is the start of the workers. `wall_s` spans the steps.
+    """
+    exact = [step["exact_match"] for step in steps if "exact_match" in step]
+    predicted = predict_busy_share(config, status)
+    return {
+        "run_id": status["run_id"],
+        "seed": config.run.seed,
+        "steps": status["step"],
+        "exact_match_first": _mean(exact[:FIRST_STEPS]),
+        "exact_match_last": _mean(exact[-LAST_STEPS:]),
+        "max_staleness": status["max_trained_staleness"],
+        "staleness_bound": config.staleness.bound,
+        "workers": status["workers_seen"],
+        "versions_disseminated": status["versions_disseminated"],
+        "busy_share_observed": observed_busy_share(steps),
+        "busy_share_predicted": predicted,
+        "measured_terms": status["measured_terms"],
+        "trained_groups": status["groups"]["trained"],
+        "groups": status["groups"],
+        "wasted_tokens": status["wasted_tokens"],
+        "cost_usd": status["cost_usd"],
+        "wall_s": sum(step["learner/step_s"] + step["learner/wait_s"] for step in steps),
+    }
+
+
+def observed_busy_share(steps: Steps) -> float | None:
+    """The learner's share of work in its time, from the second step on."""
+    work_s = sum(step["learner/step_s"] for step in steps[1:])
+    wait_s = sum(step["learner/wait_s"] for step in steps[1:])
+    return work_s / (work_s + wait_s) if work_s else None
+
+
+def predict_busy_share(config: Config, status: Mapping[str, Any]) -> float | None:
+    """What the capacity model makes of the terms that the run measured; None while one of them is missing."""
+    measured = status["measured_terms"]
+    try:
+        terms = Terms(
+            learner_step_s=measured["learner_step_s"],
+            group_latency_s=measured["group_latency_s"],
+            groups_per_s=measured["groups_per_s"],
+            accepted_share=measured["accepted_share"],
+            transfer_s=measured["transfer_s"],
+            fixed_s=measured["dissemination_fixed_s"],
+            workers=max(1, status["workers_seen"]),
+            source="measured",
+        )
+        return predict_run(config, terms).utilisation
+    except (KeyError, UserError):
+        return None
+
+
+def step_rows(steps: Steps) -> list[dict[str, float]]:
+    """Rows of a table with the usual columns."""
+    return [{name: round(step[name], 4) for name in COLUMNS if name in step} for step in steps]
+
+
+def render_status(status: Mapping[str, Any]) -> str:
+    """The run as Markdown."""
+    last = status["last_step"]
+    lines = [
+        f"# Run {status['run_id']}",
+        "",
+        f"Step {status['step']} of {status['total_steps']}, version {status['version']}, "
+        f"{status['rollouts_per_s']:.1f} rollouts/s, {status['cost_usd']:.2f} USD so far.",
+        "",
+        "| groups | " + " | ".join(status["groups"]) + " |",
+        "|---|" + "---|" * len(status["groups"]),
+        "| count | " + " | ".join(str(count) for count in status["groups"].values()) + " |",
+        "",
+        "| worker | version | groups | groups/s | silent s |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {w['worker_id']} | {w['version']} | {w['groups']} | {w['groups_per_s']:.2f} | {w['silent_s']:.1f} |"
+        for w in status["workers"]
+    ]
+    if last:
+        lines += ["", "| metric of the last step | value |", "|---|---|"]
+        lines += [f"| {name} | {value:.5g} |" for name, value in last.items()]
+    if status["events"]:
+        lines += ["", "| event | subject | detail |", "|---|---|---|"]
+        lines += [f"| {e['kind']} | {e['subject']} | {e['detail'][:200].replace('|', '/')} |" for e in status["events"]]
+    return "\n".join(lines) + "\n"
+
+
+def _plot(run: RunDirectory, steps: Steps) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(3, 1, figsize=(8, 8), sharex=True, constrained_layout=True)
+    at = [step["step"] for step in steps]
+    for axis, names in zip(
+        axes, (("reward", "exact_match"), ("staleness/mean", "staleness/max"), ("learner/step_s", "learner/wait_s")), strict=True
+    ):
+        for name in names:
+            if name in steps[0]:
+                axis.plot(at, [step.get(name) for step in steps], label=name)
+        axis.legend(loc="best", frameon=False)
+        axis.grid(alpha=0.3)
+    axes[1].axhline(run.config.staleness.bound, color="grey", linestyle="--")
+    axes[2].set_ylim(0, sorted(step["learner/step_s"] + step["learner/wait_s"] for step in steps)[int(0.98 * (len(steps) - 1))] * 1.2)
+    axes[-1].set_xlabel("learner step")
+    figure.suptitle(run.run_id)
+    figure.savefig(run.report / "curves.png", dpi=110)
+    pyplot.close(figure)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,178 @@
+"""The rollout worker: keeps its engine at the newest snapshot, generates what it leases, hands in what it made.
+
+Invariants: no lease is taken before a snapshot was loaded; weights change only between generations; what was generated is handed
+in until the hub has acknowledged it; heartbeats come from a thread of their own, however busy generation is; after SIGTERM the
+finished members are handed in and the rest is returned within the notice; a worker that cannot reach its hub for
+`worker.orphan_timeout_s` ends itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from echo2.config import Config
+from echo2.dissemination.manifest import Manifest
+from echo2.dissemination.receiver import ReceivedSnapshot, SnapshotFollower, SourceUnavailable
+from echo2.errors import UserError
+from echo2.hub.client import HubClient, HubUnavailable
+from echo2.protocol import GroupRollouts, Lease, Telemetry, WorkerWelcome
+from echo2.rollout.engine import Engine
+from echo2.rollout.engines import make_engine
+from echo2.rollout.leases import LeaseTaker
+from echo2.rollout.outbox import Outbox
+from echo2.rollout.pulse import Pulse
+
+log = logging.getLogger(__name__)
+MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json")
+NOTICE_S = 20.0
+
+
+class Orphaned(UserError):
+    """The hub was out of reach for too long."""
+
+
+class HubSource:
+    """Snapshots over the hub's HTTP."""
+
+    def __init__(self, client: HubClient) -> None:
+        self._client = client
+
+    def wait_newest(self, after_snapshot_id: str | None, wait_s: float) -> Manifest | None:
+        try:
+            return self._client.newest_snapshot(after_snapshot_id, wait_s)
+        except HubUnavailable as error:
+            raise SourceUnavailable(str(error)) from None
+
+    def stream(self, version: int, snapshot_id: str, first_chunk: int, count: int) -> Iterator[bytes]:
+        try:
+            yield from self._client.stream_snapshot(version, snapshot_id, first_chunk, count)
+        except HubUnavailable as error:
+            raise SourceUnavailable(str(error)) from None
+
+
+class Worker:
+    """One worker process. `stop` may be called from a signal handler or another thread."""
+
+    def __init__(self, client: HubClient, name: str, config: Config, welcome: WorkerWelcome, token: str) -> None:
+        self._client = client
+        self._config = config
+        self._sampling = welcome.sampling
+        self._run_id = welcome.run_id
+        self._token = token
+        self._leaving = threading.Event()
+        self._news = threading.Condition()
+        self._telemetry = Telemetry()
+        self._pulse = Pulse(client, name, welcome.worker_id, config.worker.heartbeat_interval_s, lambda: self._telemetry)
+        self._leases = LeaseTaker(client, self._pulse, config.worker.slots, self._news)
+        self._outbox = Outbox(client, self._news)
+        self._follower = SnapshotFollower(HubSource(client), self._run_id, token, on_arrival=self._wake)
+
+    def stop(self) -> None:
+        """Leave: hand in what is finished, return the rest."""
+        self._leaving.set()
+
+    def run(self) -> None:
+        """Work until `stop`. Raises Orphaned when the hub stays away, UserError when the engine cannot be made."""
+        self._pulse.start()
+        engine = self._make_engine()
+        self._follower.start()
+        self._outbox.start()
+        self._leases.start()
+        try:
+            self._work(engine)
+        finally:
+            self._leave()
+
+    def _work(self, engine: Engine) -> None:
+        while not self._leaving.is_set():
+            self._check_hub()
+            snapshot = self._follower.take()
+            if snapshot is not None:
+                self._load(engine, snapshot)
+            leased = self._leases.take()
+            if leased is not None:
+                self._generate(engine, *leased)
+            elif snapshot is None:
+                with self._news:
+                    self._news.wait(0.5)
+
+    def _generate(self, engine: Engine, worker_id: str, leases: list[Lease]) -> None:
+        began = time.monotonic()
+        groups = tokens = 0
+        unfinished = {lease.group_id for lease in leases}
+        for group in engine.generate(leases, self._sampling, self._leaving.is_set):
+            self._outbox.put(worker_id, group)
+            groups += 1
+            tokens += sum(len(r.token_ids) for r in group.rollouts)
+            if _is_whole(group, leases):
+                unfinished.discard(group.group_id)
+        if unfinished:
+            self._outbox.put_return(worker_id, sorted(unfinished))
+        self._measure(groups=groups, tokens=tokens, generating_s=time.monotonic() - began)
+
+    def _load(self, engine: Engine, snapshot: ReceivedSnapshot) -> None:
+        began = time.monotonic()
+        manifest = snapshot.manifest
+        engine.load_weights(snapshot.payload, manifest.version)
+        self._telemetry = self._telemetry.model_copy(
+            update={
+                "version": manifest.version,
+                "snapshot_id": manifest.snapshot_id,
+                "load_s": time.monotonic() - began,
+                "fetch_s": snapshot.fetch_s,
+            }
+        )
+        self._outbox.put_loaded(self._pulse.worker_id, self._telemetry)
+
+    def _measure(self, groups: int, tokens: int, generating_s: float) -> None:
+        past = self._telemetry
+        self._telemetry = past.model_copy(
+            update={
+                "groups": past.groups + groups,
+                "tokens": past.tokens + tokens,
+                "generating_s": past.generating_s + generating_s,
+            }
+        )
+
+    def _check_hub(self) -> None:
+        silence_s = self._client.silence_s
+        if silence_s > self._config.worker.orphan_timeout_s:
+            raise Orphaned(
+                f"hub {self._client.url} was out of reach for {silence_s:.0f} s, over worker.orphan_timeout_s = "
+                f"{self._config.worker.orphan_timeout_s:g}: this worker ends"
+            )
+        for thread in (self._pulse, self._leases, self._outbox):
+            thread.raise_if_failed()
+
+    def _make_engine(self) -> Engine:
+        with tempfile.TemporaryDirectory(prefix="echo2-model-") as folder:
+            if self._config.worker.engine != "simulated":
+                for name in MODEL_FILES:
+                    (Path(folder) / name).write_bytes(self._client.model_file(name))
+            return make_engine(self._config, Path(folder))
+
+    def _leave(self) -> None:
+        deadline = time.monotonic() + NOTICE_S
+        self._leases.stop()
+        self._follower.stop()
+        held = self._leases.take()
+        if held is not None:
+            worker_id, leases = held
+            self._outbox.put_return(worker_id, [lease.group_id for lease in leases])
+        self._outbox.close(deadline - time.monotonic())
+        self._pulse.stop()
+        self._pulse.say_goodbye()
+
+    def _wake(self) -> None:
+        with self._news:
+            self._news.notify_all()
+
+
+def _is_whole(group: GroupRollouts, leases: list[Lease]) -> bool:
+    wanted = next(lease.members for lease in leases if lease.group_id == group.group_id)
+    return len(group.rollouts) + len(group.failures) == len(wanted)

@@ -1,0 +1,140 @@
+"""The run directory: the contract between learner and hub.
+
+    runs/<run>/{run.json, token, config.toml, ledger.db, snapshots/, checkpoints/, report/, logs/, summary.json}
+
+Invariants: everything in it is stamped with the run id; one learner at a time holds it; a directory of another run is refused.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from echo2 import __version__
+from echo2.config import Config, dump_toml, load_config
+from echo2.errors import UserError
+
+# A resumed run may change how long and how it runs, not what it learns from.
+FIXED_SECTIONS = ("model", "task", "batch", "sampling", "staleness")
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """A run's place on disk. `token` is the secret that every request must carry."""
+
+    path: Path
+    run_id: str
+    token: str
+    config: Config
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / "ledger.db"
+
+    @property
+    def snapshots(self) -> Path:
+        return self.path / "snapshots"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the run for one learner; raises UserError if another process holds it."""
+        with (self.path / "run.lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"run {self.path} is in use by another learner: wait for it or stop it") from None
+            yield
+
+
+def open_run(path: Path) -> RunDirectory:
+    """Open an existing run; raises UserError if there is none."""
+    try:
+        stamp = json.loads((path / "run.json").read_text(encoding="utf-8"))
+        token = (path / "token").read_text(encoding="utf-8").strip()
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"{path} is not the directory of a run: check the path (echo2 train makes one)") from None
+    except json.JSONDecodeError:
+        raise UserError(f"{path / 'run.json'} is damaged: restore it or start another run") from None
+    return RunDirectory(path, stamp["run_id"], token, load_config([path / "config.toml"]))
+
+
+def create_run(config: Config, resume: bool) -> RunDirectory:
+    """Make the run's directory, or with `resume` take up the one that is there.
+
+    Raises UserError for a directory that holds a run when `resume` is false, one whose fixed settings differ, or foreign files.
+    """
+    path = config.run.directory.expanduser() / config.run.name
+    if (path / "run.json").exists():
+        if not resume:
+            raise UserError(f"{path} already holds a run: add --resume to go on with it, or choose another run.name or run.directory")
+        return _take_up(path, config)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if any(path.iterdir()):
+            raise UserError(f"{path} holds files that are not of a run: choose another run.name or run.directory")
+        run = RunDirectory(path, f"{config.run.name}-{secrets.token_hex(4)}", secrets.token_urlsafe(32), config)
+        for folder in (run.snapshots, run.checkpoints, run.report, run.logs):
+            folder.mkdir()
+        write_atomically(path / "config.toml", dump_toml(config))
+        write_atomically(path / "token", run.token + "\n", mode=0o600)
+        stamp = {"run_id": run.run_id, "created_unix_s": time.time(), "echo2": __version__}
+        write_atomically(path / "run.json", json.dumps(stamp, indent=2) + "\n")
+    except OSError as error:
+        raise UserError(f"run directory {path} cannot be made ({error.strerror}): choose another run.directory") from None
+    return run
+
+
+def _take_up(path: Path, config: Config) -> RunDirectory:
+    run = open_run(path)
+    for section in FIXED_SECTIONS:
+        before, now = getattr(run.config, section), getattr(config, section)
+        if before != now:
+            raise UserError(
+                f"{path} was made with another [{section}] ({_difference(before, now)}): "
+                "a resumed run keeps it; restore the setting or choose another run.name"
+            )
+    if run.config.run.seed != config.run.seed:
+        raise UserError(f"{path} was made with run.seed = {run.config.run.seed}, not {config.run.seed}: a resumed run keeps its seed")
+    write_atomically(path / "config.toml", dump_toml(config))
+    return RunDirectory(path, run.run_id, run.token, config)
+
+
+def _difference(before: object, now: object) -> str:
+    if type(before) is not type(now):
+        return f"{type(before).__name__}, now {type(now).__name__}"
+    changed = [name for name, value in vars(before).items() if value != getattr(now, name)]
+    return ", ".join(f"{name} = {getattr(before, name)}, now {getattr(now, name)}" for name in changed)
+
+
+def write_atomically(file: Path, text: str, mode: int = 0o644) -> None:
+    """Write `text` so that a reader sees the former content or the new one, never a part."""
+    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    partial.replace(file)

@@ -1,0 +1,85 @@
+"""Dissemination as Prefect tasks: export, announce, await workers.
+
+Invariants: the learner waits for the export alone, a copy of the weights to host memory; announcements keep the order of
+versions; a snapshot that cannot be announced ends the segment; a worker that is late is named and the run goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from prefect.futures import PrefectFuture
+
+from echo2.dissemination.store import SnapshotStore
+from echo2.hub.client import HubClient
+from echo2.learning.learner import Learner
+from flows.session import Session
+
+log = logging.getLogger(__name__)
+
+
+class Export:
+    """The weights of one version in host memory; a class of its own so that Prefect does not look into them."""
+
+    def __init__(self, version: int, payload: bytes) -> None:
+        self.version = version
+        self.payload = payload
+
+
+class Disseminator:
+    """Publishes the learner's versions while it goes on."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._store = SnapshotStore(session.run.snapshots, session.run.run_id, session.run.token)
+        self._stages: deque[PrefectFuture] = deque()
+        self._last_announcement: PrefectFuture | None = None
+
+    def publish(self) -> dict[str, float]:
+        """Export the learner's version and leave the rest to other threads. Raises what an earlier stage raised."""
+        self._collect()
+        began = time.monotonic()
+        exported = export(self._session.learner)
+        hub, settings = self._session.hub, self._session.config.dissemination
+        former = [self._last_announcement] if self._last_announcement else None
+        self._last_announcement = announce.submit(exported, self._store, hub, settings.chunk_bytes, wait_for=former)
+        awaited = await_workers.submit(exported.version, hub, settings.timeout_s, wait_for=[self._last_announcement])
+        self._stages += [self._last_announcement, awaited]
+        return {"dissemination/export_s": time.monotonic() - began}
+
+    def finish(self) -> None:
+        """Wait for the stages under way; raises what one of them raised."""
+        while self._stages:
+            self._stages.popleft().result(timeout=self._session.config.dissemination.timeout_s * 2)
+
+    def _collect(self) -> None:
+        while self._stages and self._stages[0].state.is_final():
+            self._stages.popleft().result()
+
+
+@task(name="export", task_run_name="export-{learner.version}", cache_policy=NO_CACHE, persist_result=False)
+def export(learner: Learner) -> Export:
+    """Copy the weights out of the learner; refuses weights that are not finite."""
+    return Export(learner.version, learner.export())
+
+
+@task(name="announce", task_run_name="announce-{exported.version}", cache_policy=NO_CACHE, persist_result=False)
+def announce(exported: Export, store: SnapshotStore, hub: HubClient, chunk_bytes: int) -> None:
+    """Write chunks, digests and at last the manifest, then tell the hub."""
+    store.publish(exported.version, exported.payload, chunk_bytes)
+    hub.announce(exported.version)
+
+
+@task(name="await-workers", task_run_name="await-workers-{version}", cache_policy=NO_CACHE, persist_result=False)
+def await_workers(version: int, hub: HubClient, timeout_s: float) -> int:
+    """Wait until every live worker generates with `version` or newer; returns how many do."""
+    loaded, late = hub.await_receivers(version, timeout_s)
+    if late:
+        message = f"version {version} did not reach {', '.join(late)} within dissemination.timeout_s = {timeout_s:g}"
+        log.warning("%s; the run goes on without them", message)
+        hub.note("worker late", ", ".join(late), message)
+    return len(loaded)

@@ -1,0 +1,170 @@
+"""Everything that a training segment needs around it: run directory, hub, fleet, learner.
+
+Invariants: what a session started is stopped when it closes, however it closes; hub and workers that die meanwhile are started
+again; the learner begins from the newest checkpoint, and the hub is told so before the first batch is asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from clouds.fleet import Fleet
+from clouds.local import LocalBackend
+from echo2.config import Config
+from echo2.errors import UserError, WaitTimeout
+from echo2.hub.client import HubClient
+from echo2.hub.process import HubProcess
+from echo2.models.preparation import prepare_model
+from echo2.run_directory import RunDirectory, create_run
+from flows.console import say, watching
+
+if TYPE_CHECKING:
+    from echo2.learning.learner import Learner
+
+log = logging.getLogger(__name__)
+WATCH_INTERVAL_S = 0.5
+MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "recipe.json")
+
+
+class Session:
+    """What is open while a segment trains."""
+
+    def __init__(self, run: RunDirectory, hub: HubClient, fleet: Fleet, learner: Learner) -> None:
+        self.run = run
+        self.config = run.config
+        self.hub = hub
+        self.fleet = fleet
+        self.learner = learner
+        self.stop_requested = threading.Event()
+        self._last_sign_of_life = time.monotonic()
+
+    def check_supply(self) -> None:
+        """While the learner waits for a batch: raises WaitTimeout if nobody is there to fill it, Stopped if asked to stop."""
+        if self.stop_requested.is_set():
+            raise Stopped
+        self.fleet.raise_if_hopeless()
+        if self.hub.status()["workers"]:
+            self._last_sign_of_life = time.monotonic()
+        silence_s = time.monotonic() - self._last_sign_of_life
+        if silence_s > self.config.fleet.start_timeout_s:
+            raise WaitTimeout(
+                f"no worker has been alive for {silence_s:.0f} s, over fleet.start_timeout_s = {self.config.fleet.start_timeout_s:g}: "
+                f"look into {self.run.logs}, or start workers with: echo2 worker --hub {self.hub.url}"
+            )
+
+
+    def checkpoint(self) -> None:
+        """Write the learner's state, if the newest checkpoint is older, and drop the oldest beyond `keep_checkpoints`."""
+        from echo2.learning.checkpoint import save_checkpoint
+
+        save_checkpoint(self.learner, self.run.checkpoints, self.run.run_id, keep=self.config.learner.keep_checkpoints)
+
+    @property
+    def oldest_checkpoint(self) -> int:
+        """The earliest version that a later segment may have to start from."""
+        from echo2.learning.checkpoint import checkpoint_versions
+
+        return min(checkpoint_versions(self.run.checkpoints), default=0)
+
+
+class Stopped(Exception):
+    """The user asked the segment to stop; it ends in order after its last whole step."""
+
+
+@contextmanager
+def stoppable(session: Session) -> Iterator[None]:
+    """During the block the first Ctrl-C asks the segment to end in order, the second ends it at once."""
+
+    def on_interrupt(*_: object) -> None:
+        if session.stop_requested.is_set():
+            raise KeyboardInterrupt
+        session.stop_requested.set()
+        say("stopping after this step with a checkpoint; Ctrl-C again stops at once")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    former = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, former)
+
+
+@contextmanager
+def open_session(config: Config, resume: bool) -> Iterator[Session]:
+    """Start hub, fleet and learner for `config`'s run; stops them at the end of the block.
+
+    Raises UserError where the run directory, the model or the hub cannot be had.
+    """
+    from echo2.learning.checkpoint import newest_checkpoint, restore
+    from echo2.learning.learner import Learner
+
+    run = create_run(config, resume)
+    with ExitStack() as stack:
+        stack.enter_context(run.held())
+        say(f"run {run.run_id} in {run.path}")
+        model_folder = _provide_model(run)
+        hub_process = HubProcess(run)
+        stack.callback(hub_process.stop)
+        hub_process.start()
+        hub = HubClient(hub_process.url, run.token, patience_s=config.hub.start_timeout_s)
+        stack.callback(hub.close)
+        say(f"hub at {hub.url}")
+        hub_process.wait_ready()
+        backend = LocalBackend(hub.url, run.token, run.logs, config.worker.threads, config.fleet.price_usd_per_hour)
+        fleet = Fleet(backend, hub, config.fleet.workers, config.fleet.restart_backoff_s)
+        stack.callback(fleet.stop)
+        stack.enter_context(_kept_alive(hub_process, fleet))
+        say(f"{config.fleet.workers} workers are starting")
+        learner = Learner.create(config, model_folder)
+        checkpoint = newest_checkpoint(run.checkpoints)
+        if checkpoint is not None:
+            restore(learner, checkpoint)
+        replayed = hub.resume(learner.version)
+        if learner.version or replayed:
+            say(f"learner goes on from version {learner.version}; {replayed} steps are replayed")
+        session = Session(run, hub, fleet, learner)
+        with watching(session):
+            yield session
+
+
+def _provide_model(run: RunDirectory) -> Path:
+    """The folder of the model; its small files go into the run's record, whence workers fetch them."""
+    folder = prepare_model(run.config, say)
+    run.model.mkdir(exist_ok=True)
+    for name in MODEL_FILES:
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, run.model / name)
+    return folder
+
+
+@contextmanager
+def _kept_alive(hub: HubProcess, fleet: Fleet) -> Iterator[None]:
+    """A thread that starts hub and workers again when they end."""
+    closing = threading.Event()
+
+    def watch() -> None:
+        while not closing.wait(WATCH_INTERVAL_S):
+            hub.keep_alive()
+            try:
+                fleet.reconcile()
+            except (UserError, OSError) as error:
+                log.error("the fleet could not be kept as planned: %s", error)
+
+    fleet.reconcile()
+    watcher = threading.Thread(target=watch, name="keeper", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        closing.set()
+        watcher.join(5.0)

@@ -1,0 +1,68 @@
+"""Training as a Prefect flow: one flow run is one segment, which goes on from the newest checkpoint.
+
+Invariants: the model stays in this process's memory; dissemination never holds up the learner; a Prefect server that goes away
+does not stop it; a step that a crash cut off is trained again from the same batch; a checkpoint is whole or absent.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import flow, task
+from prefect.cache_policies import NO_CACHE
+from prefect.task_runners import ThreadPoolTaskRunner
+from prefect.utilities.annotations import quote
+
+from echo2.config import Config
+from echo2.learning.learner import Learner
+from echo2.protocol import Batch
+from echo2.report import write_report
+from flows.artifacts import reporting
+from flows.dissemination import Disseminator
+from flows.session import Session, Stopped, open_session, stoppable
+from flows.stopwatch import Stopwatch
+
+
+@flow(name="echo2-train", flow_run_name="{config.run.name}", task_runner=ThreadPoolTaskRunner(max_workers=4))
+def train(config: Config, resume: bool = False) -> dict[str, Any]:
+    """Train up to `flow.segment_steps` steps of the run and return its summary; `resume` goes on with a run that is there."""
+    with open_session(config, resume) as session, reporting(session), stoppable(session):
+        try:
+            train_segment(session)
+        except Stopped:
+            session.checkpoint()
+        summary = write_report(session.run, session.hub.status(), session.hub.steps())
+        return summary | {"stopped": session.stop_requested.is_set()}
+
+
+def train_segment(session: Session) -> None:
+    """The loop: take the oldest batch that is fresh enough, train, publish, commit."""
+    config, learner, hub = session.config, session.learner, session.hub
+    dissemination = Disseminator(session)
+    dissemination.publish()
+    last = min(config.run.steps, learner.version + config.flow.segment_steps)
+    stopwatch = Stopwatch()
+    while learner.version < last:
+        step = learner.version
+        with stopwatch.waiting():
+            batch = hub.take_batch(step, session.check_supply)
+        metrics = learner_step(learner, quote(batch))
+        if learner.version % config.staleness.publish_interval == 0:
+            metrics |= dissemination.publish()
+        if learner.version % config.learner.checkpoint_interval == 0 or learner.version == last:
+            session.checkpoint()
+        hub.commit(step, metrics | stopwatch.lap(), session.oldest_checkpoint)
+    dissemination.finish()
+
+
+@task(name="learner-step", task_run_name="step-{learner.version}", cache_policy=NO_CACHE, persist_result=False)
+def learner_step(learner: Learner, batch: Batch) -> dict[str, float]:
+    """Train version `batch.step` into the next one. The rewards are means over all groups scored for the step."""
+    return learner.train_step(batch) | scored_metrics(batch)
+
+
+def scored_metrics(batch: Batch) -> dict[str, float]:
+    """What all groups scored for a step say, the filtered ones included; `frac_reward_zero_std` is the share of those."""
+    scored = dict(batch.scored)
+    groups, filtered = scored.pop("groups"), scored.pop("filtered")
+    return scored | {"groups": groups, "frac_reward_zero_std": filtered / groups}

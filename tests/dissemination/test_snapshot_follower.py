@@ -1,0 +1,228 @@
+"""Following the newest snapshot in a thread, while its owner does other work."""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from echo2.dissemination.manifest import Manifest
+from echo2.dissemination.receiver import ReceivedSnapshot, SnapshotFollower, SourceUnavailable
+from echo2.dissemination.store import SnapshotStore
+from echo2.errors import WaitTimeout
+
+CHUNK_BYTES = 1000
+
+
+class StoreSource:
+    """A source over a store in the same process; `gate` holds streams back after their first piece, `trouble` is raised."""
+
+    def __init__(self, store: SnapshotStore) -> None:
+        self.store = store
+        self.gate = threading.Event()
+        self.gate.set()
+        self.streaming = threading.Event()
+        self.requests: list[tuple[int, int]] = []
+        self.calls = 0
+        self.held: str | None = None
+        self.trouble: Exception | None = None
+        self.spoil: Callable[[int, bytes], bytes] = lambda version, piece: piece
+
+    def wait_newest(self, after_snapshot_id: str | None, wait_s: float) -> Manifest | None:
+        self.calls += 1
+        self.held = after_snapshot_id
+        end_s = time.monotonic() + wait_s
+        while time.monotonic() < end_s:
+            if self.trouble:
+                raise self.trouble
+            manifest = self.store.newest()
+            if manifest and manifest.snapshot_id != after_snapshot_id:
+                return manifest
+            time.sleep(0.005)
+        return None
+
+    def stream(self, version: int, snapshot_id: str, first_chunk: int, count: int) -> Iterator[bytes]:
+        self.requests.append((version, first_chunk))
+        for chunk in range(first_chunk, first_chunk + count):
+            if self.trouble:
+                raise self.trouble
+            piece = b"".join(self.store.stream(version, snapshot_id, chunk, 1))
+            yield self.spoil(version, piece)
+            self.streaming.set()
+            assert self.gate.wait(30)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> SnapshotStore:
+    return SnapshotStore(tmp_path, "run-a", "secret")
+
+
+@pytest.fixture
+def source(store: SnapshotStore) -> StoreSource:
+    return StoreSource(store)
+
+
+@pytest.fixture
+def follower(source: StoreSource) -> Iterator[SnapshotFollower]:
+    follower = SnapshotFollower(source, "run-a", "secret", wait_s=0.2)
+    follower.start()
+    yield follower
+    source.gate.set()
+    follower.stop()
+
+
+def random_payload(seed: int) -> bytes:
+    return random.Random(seed).randbytes(10 * CHUNK_BYTES)
+
+
+def take_next(follower: SnapshotFollower) -> ReceivedSnapshot:
+    return follower.wait_first(20)
+
+
+def test_snapshots_are_handed_over_once_as_published(store: SnapshotStore, follower: SnapshotFollower) -> None:
+    manifest = store.publish(0, random_payload(0), CHUNK_BYTES)
+    received = follower.wait_first(20)
+    assert (received.manifest, received.payload) == (manifest, random_payload(0))
+    assert 0 <= received.fetch_s < 20
+    assert follower.take() is None
+    store.publish(1, random_payload(1), CHUNK_BYTES)
+    assert take_next(follower).payload == random_payload(1)
+
+
+def test_it_finishes_what_it_began_then_jumps_to_the_newest(
+    store: SnapshotStore, source: StoreSource, follower: SnapshotFollower
+) -> None:
+    source.gate.clear()
+    store.publish(1, random_payload(1), CHUNK_BYTES)
+    assert source.streaming.wait(20)
+    for version in range(2, 6):
+        store.publish(version, random_payload(version), CHUNK_BYTES)
+    assert follower.take() is None
+    source.gate.set()
+    versions = [take_next(follower).manifest.version]
+    while versions[-1] != 5:
+        versions.append(take_next(follower).manifest.version)
+    assert {version for version, _ in source.requests} == {1, 5}
+
+
+def test_a_busy_owner_gets_only_the_newest(store: SnapshotStore, source: StoreSource, follower: SnapshotFollower) -> None:
+    for version in range(3):
+        manifest = store.publish(version, random_payload(version), CHUNK_BYTES)
+        while source.held != manifest.snapshot_id:
+            time.sleep(0.005)
+    received = follower.take()
+    assert received is not None
+    assert received.manifest.version == 2
+    assert follower.take() is None
+
+
+def test_a_snapshot_withdrawn_in_transfer_gives_way_to_the_newest(
+    store: SnapshotStore, source: StoreSource, follower: SnapshotFollower
+) -> None:
+    store.publish(3, random_payload(3), CHUNK_BYTES)
+    assert take_next(follower).manifest.version == 3
+    source.gate.clear()
+    source.streaming.clear()
+    store.publish(5, random_payload(5), CHUNK_BYTES)
+    assert source.streaming.wait(20)
+    store.withdraw_after(2)
+    store.publish(2, random_payload(2), CHUNK_BYTES)
+    source.gate.set()
+    received = take_next(follower)
+    assert (received.manifest.version, received.payload) == (2, random_payload(2))
+    assert follower.rejected == 0
+
+
+def test_a_version_published_again_is_taken_only_if_its_bytes_changed(
+    store: SnapshotStore, source: StoreSource, follower: SnapshotFollower
+) -> None:
+    store.publish(3, random_payload(3), CHUNK_BYTES)
+    take_next(follower)
+    store.publish(3, random_payload(3), CHUNK_BYTES)
+    time.sleep(0.3)
+    assert source.requests == [(3, 0)]
+    store.publish(3, random_payload(4), CHUNK_BYTES)
+    assert take_next(follower).payload == random_payload(4)
+
+
+def test_a_new_version_of_equal_bytes_is_taken(store: SnapshotStore, follower: SnapshotFollower) -> None:
+    for version in range(2):
+        store.publish(version, random_payload(0), CHUNK_BYTES)
+        assert take_next(follower).manifest.version == version
+
+
+def test_a_source_that_comes_back_is_resumed_where_it_broke(
+    store: SnapshotStore, source: StoreSource, follower: SnapshotFollower
+) -> None:
+    def break_after_chunk_six(version: int, piece: bytes) -> bytes:
+        if piece == random_payload(1)[6 * CHUNK_BYTES : 7 * CHUNK_BYTES]:
+            source.trouble = SourceUnavailable("connection reset")
+        return piece
+
+    source.spoil = break_after_chunk_six
+    store.publish(1, random_payload(1), CHUNK_BYTES)
+    while len(source.requests) < 4:
+        time.sleep(0.005)
+    source.trouble = None
+    assert take_next(follower).payload == random_payload(1)
+    assert source.requests[0] == (1, 0)
+    assert set(source.requests[1:]) == {(1, 7)}
+
+
+def test_an_unreachable_source_is_tried_with_growing_pauses(source: StoreSource, follower: SnapshotFollower) -> None:
+    source.trouble = SourceUnavailable("connection refused")
+    time.sleep(0.1)
+    before = source.calls
+    with pytest.raises(WaitTimeout, match=r"run run-a .* within 1 s: connection refused"):
+        follower.wait_first(1.0)
+    assert 1 <= source.calls - before <= 12
+
+
+def test_a_source_that_answers_nothing_at_once_is_not_asked_in_a_busy_loop(source: StoreSource) -> None:
+    follower = SnapshotFollower(source, "run-a", "secret", wait_s=0.0)
+    follower.start()
+    time.sleep(0.5)
+    follower.stop()
+    assert 2 <= source.calls <= 12
+
+
+def test_a_damaged_snapshot_is_reported_and_the_next_one_taken(
+    store: SnapshotStore, source: StoreSource, follower: SnapshotFollower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("echo2.dissemination.receiver.LONGEST_PAUSE_S", 0.01)
+    source.spoil = lambda version, piece: piece[::-1] if version == 1 else piece
+    store.publish(1, random_payload(1), CHUNK_BYTES)
+    with pytest.raises(WaitTimeout, match="chunk 0 of 10"):
+        follower.wait_first(0.5)
+    assert follower.rejected >= 1
+    assert "version 1: chunk 0 of 10" in str(follower.last_error)
+    store.publish(2, random_payload(2), CHUNK_BYTES)
+    assert take_next(follower).payload == random_payload(2)
+    assert follower.last_error is None
+
+
+def test_stopping_ends_a_transfer(store: SnapshotStore, source: StoreSource, follower: SnapshotFollower) -> None:
+    def dawdle(version: int, piece: bytes) -> bytes:
+        time.sleep(0.1)
+        return piece
+
+    source.spoil = dawdle
+    store.publish(1, random_payload(1), CHUNK_BYTES)
+    assert source.streaming.wait(20)
+    start_s = time.monotonic()
+    follower.stop()
+    assert time.monotonic() - start_s < 1.0
+    assert follower.take() is None
+    with pytest.raises(WaitTimeout):
+        follower.wait_first(20)
+    assert time.monotonic() - start_s < 2.0
+    assert len(source.requests) == 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_defect_in_the_thread_reaches_the_owner(source: StoreSource, follower: SnapshotFollower) -> None:
+    source.trouble = ZeroDivisionError("a defect")
+    with pytest.raises(RuntimeError, match="thread died"):
+        follower.wait_first(20)

@@ -1,0 +1,167 @@
+"""Random interleavings of lease, post, repeat, expiry, crash and resume keep the ledger's rules."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from test_ledger import Clock, rollout
+
+from echo2.capacity.admission import live_group_limit
+from echo2.hub.database import Database
+from echo2.hub.ledger import Ledger, LedgerRules, MemberScore
+from echo2.protocol import GroupRollouts
+
+MEMBERS = 2
+TOTAL_STEPS = 8
+WORKERS = ("a", "b", "c")
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """A run as the hub sees it; `acknowledged` and `checkpoints` are what the outside world relies on."""
+
+    @initialize(bound=st.integers(0, 3), batch=st.integers(1, 3))
+    def open(self, bound, batch):
+        self.folder = Path(tempfile.mkdtemp())
+        self.clock = Clock()
+        self.rules_of_run = LedgerRules(batch, MEMBERS, bound, TOTAL_STEPS, True, lease_timeout_s=60.0, max_attempts=3)
+        self.held = {worker: [] for worker in WORKERS}
+        self.version_of = dict.fromkeys(WORKERS, 0)
+        self.sent = []
+        self.acknowledged = {}
+        self.batches = {}
+        self.checkpoints = [0]
+        self.reopen()
+        self.ledger.announce(0)
+
+    def reopen(self):
+        self.database = Database(self.folder / "ledger.db", "run")
+        self.ledger = Ledger(self.database, self.rules_of_run, self.clock)
+
+    def teardown(self):
+        if hasattr(self, "database"):
+            self.database.close()
+            shutil.rmtree(self.folder)
+
+    @rule(worker=st.sampled_from(WORKERS), limit=st.integers(1, 4))
+    def lease(self, worker, limit):
+        version = self.version_of[worker]
+        leases = self.ledger.lease(worker, version, limit)
+        self.held[worker] += [(lease, version) for lease in leases]
+        rules = self.rules_of_run
+        limit_of_version = live_group_limit(version, rules.staleness_bound, rules.groups_per_batch, TOTAL_STEPS)
+        assert not leases or self.ledger.live_groups() <= limit_of_version
+
+    @rule(worker=st.sampled_from(WORKERS), which=st.integers(0, 9), part=st.booleans())
+    def post(self, worker, which, part):
+        if not self.held[worker]:
+            return
+        lease, version = self.held[worker].pop(which % len(self.held[worker]))
+        members = lease.members[:1] if part else lease.members
+        group = GroupRollouts(lease.group_id, lease.attempt, tuple(rollout(m, version) for m in members))
+        self._send(worker, group)
+
+    @rule(which=st.integers(0, 30))
+    def post_again(self, which):
+        if self.sent:
+            self._send(*self.sent[which % len(self.sent)])
+
+    def _send(self, worker, group):
+        self.sent.append((worker, group))
+        if self.ledger.post(worker, group) == "accepted":
+            assert group.group_id not in self.acknowledged, "a group was accepted twice"
+            self.acknowledged[group.group_id] = worker
+
+    @rule(worker=st.sampled_from(WORKERS), which=st.integers(0, 9))
+    def hand_back(self, worker, which):
+        if self.held[worker]:
+            lease, _ = self.held[worker].pop(which % len(self.held[worker]))
+            self.ledger.return_leases(worker, [lease.group_id])
+
+    @rule(rewards=st.lists(st.sampled_from([0.0, 1.0, None]), min_size=MEMBERS, max_size=MEMBERS))
+    def score(self, rewards):
+        for group_id in self.ledger.generated_groups()[:1]:
+            self.ledger.record_scores(group_id, [MemberScore(m, r, reason="x") for m, r in enumerate(rewards)])
+
+    @rule()
+    def train(self):
+        step = self.ledger.current_step
+        if step == TOTAL_STEPS:
+            return
+        batch = self.ledger.assign(step)
+        if batch is None:
+            return
+        assert len(set(batch)) == self.rules_of_run.groups_per_batch
+        assert self.batches.setdefault(step, batch) == batch, "a replayed step was given another batch"
+        for group_id in batch:
+            members = self.ledger.rollouts_of(group_id)
+            oldest = min(int(m.rollout.versions.min()) for m in members)
+            assert 0 <= step - oldest <= self.rules_of_run.staleness_bound
+        self.ledger.commit(step, {}, self.checkpoints[0])
+        self.ledger.announce(step + 1)
+
+    @rule(worker=st.sampled_from(WORKERS))
+    def load_newest(self, worker):
+        self.version_of[worker] = self.ledger.current_step
+
+    @rule()
+    def save_checkpoint(self):
+        self.checkpoints = sorted({*self.checkpoints, self.ledger.current_step})[-2:]
+
+    @rule(seconds=st.sampled_from([1.0, 61.0]))
+    def time_passes(self, seconds):
+        self.clock.now += seconds
+        self.ledger.reopen_overdue()
+
+    @rule(worker=st.sampled_from(WORKERS))
+    def lose_worker(self, worker):
+        self.ledger.reopen_leases_of(worker)
+
+    @rule()
+    def crash_of_the_hub(self):
+        """kill −9 drops the connection without closing it; the file is all that is left."""
+        abandoned = self.database
+        self.reopen()
+        abandoned.close()
+
+    @precondition(lambda self: hasattr(self, "ledger"))
+    @rule(newest=st.booleans())
+    def crash_of_the_learner(self, newest):
+        version = self.checkpoints[-1] if newest else self.checkpoints[0]
+        self.checkpoints = [c for c in self.checkpoints if c <= version]
+        self.ledger.resume(version)
+        self.version_of = {worker: min(held, version) for worker, held in self.version_of.items()}
+
+    @invariant()
+    def counts_add_up(self):
+        if not hasattr(self, "ledger"):
+            return
+        db = self.database
+        total = db.value("SELECT COUNT(*) FROM groups")
+        assert total == db.value("SELECT MAX(group_id) + 1 FROM groups"), "a prompt was skipped"
+        trained = db.value("SELECT COUNT(*) FROM groups WHERE state = 'trained'")
+        assert trained == self.ledger.current_step * self.rules_of_run.groups_per_batch
+        dropped = db.value("SELECT COUNT(*) FROM groups WHERE state IN ('filtered', 'expired', 'failed')")
+        assert self.ledger.live_groups() == total - dropped
+
+    @invariant()
+    def acknowledged_groups_are_there(self):
+        for group_id in getattr(self, "acknowledged", {}):
+            row = self.database.row("SELECT state FROM groups WHERE group_id = ?", group_id)
+            assert row["state"] != "leased"
+            if row["state"] in ("generated", "ready"):
+                assert self.ledger.rollouts_of(group_id)
+
+    @invariant()
+    def nothing_stale_is_trained(self):
+        if hasattr(self, "ledger"):
+            worst = self.database.value("SELECT MAX(step - oldest_version) FROM groups WHERE state = 'trained'")
+            assert worst <= self.rules_of_run.staleness_bound
+
+
+LedgerMachine.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestLedgerInterleavings = LedgerMachine.TestCase

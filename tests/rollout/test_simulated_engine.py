@@ -1,0 +1,100 @@
+"""The simulated engine's time and completions, and the choice of an engine."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from echo2.config import Config, WorkerSection
+from echo2.errors import ConfigError
+from echo2.protocol import GroupRollouts, Lease, Sampling, decode_group, encode_group
+from echo2.rollout.engines import make_engine
+from echo2.rollout.simulated_engine import SimulatedEngine
+
+LEASES = [
+    Lease(group_id=group, attempt=1, members=(0, 1, 2, 5), prompt_token_ids=(10, 11, 12 + group), timeout_s=10)
+    for group in range(6)
+]
+SAMPLING = Sampling(temperature=1.0, max_completion_tokens=8, stop_token_ids=(2,), seed=1)
+
+
+def make_simulated(group_latency_s: float) -> SimulatedEngine:
+    engine = SimulatedEngine(group_latency_s)
+    engine.load_weights(b"anything", 3)
+    return engine
+
+
+def simulate(engine: SimulatedEngine, sampling: Sampling = SAMPLING) -> list[GroupRollouts]:
+    return list(engine.generate(LEASES, sampling, lambda: False))
+
+
+def tokens(groups: list[GroupRollouts]) -> list[list[int]]:
+    return [rollout.token_ids.tolist() for group in groups for rollout in group.rollouts]
+
+
+def test_all_leases_take_the_latency_side_by_side() -> None:
+    start_s = time.monotonic()
+    groups = simulate(make_simulated(0.3))
+    assert 0.3 <= time.monotonic() - start_s < 1.0
+    assert [group.group_id for group in groups] == [0, 1, 2, 3, 4, 5]
+
+
+def test_stopping_ends_the_wait_and_leaves_all_groups() -> None:
+    start_s = time.monotonic()
+    stopped = list(make_simulated(60.0).generate(LEASES, SAMPLING, lambda: time.monotonic() - start_s > 0.1))
+    assert stopped == []
+    assert time.monotonic() - start_s < 1.0
+
+
+def test_completions_are_plausible_and_cross_the_wire() -> None:
+    groups = [decode_group(encode_group(group)) for group in simulate(make_simulated(0.0))]
+    reasons = set()
+    for lease, group in zip(LEASES, groups, strict=True):
+        assert [rollout.member for rollout in group.rollouts] == [0, 1, 2, 5]
+        for rollout in group.rollouts:
+            reasons.add(rollout.finish_reason)
+            body = rollout.token_ids[:-1] if rollout.finish_reason == "stop" else rollout.token_ids
+            assert set(body.tolist()) <= set(lease.prompt_token_ids)
+            assert (rollout.token_ids[-1] == 2) == (rollout.finish_reason == "stop")
+            assert 1 <= len(rollout.token_ids) <= 8
+            assert set(rollout.versions.tolist()) == {3}
+            assert set(rollout.log_probs.tolist()) == {-1.0}
+    assert reasons == {"stop", "length"}
+
+
+def test_completions_depend_on_seed_group_and_member_alone() -> None:
+    groups = simulate(make_simulated(0.0))
+    assert tokens(groups) == tokens(simulate(make_simulated(0.1)))
+    assert tokens(groups) != tokens(simulate(make_simulated(0.0), SAMPLING.model_copy(update={"seed": 2})))
+    assert len({tuple(completion) for completion in tokens(groups)}) > 12
+
+
+def test_generating_before_the_first_load_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="load_weights"):
+        simulate(SimulatedEngine(0.0))
+
+
+def test_the_configured_engine_is_made() -> None:
+    config = Config(worker=WorkerSection(engine="simulated", simulated_group_latency_s=0.01))
+    engine = make_engine(config, None)
+    engine.load_weights(b"anything", 0)
+    assert len(list(engine.generate(LEASES, SAMPLING, lambda: False))) == 6
+
+
+def test_an_engine_that_needs_a_model_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'transformers' needs a model folder"):
+        make_engine(Config(), None)
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        make_engine(Config(), tmp_path)
+
+
+def test_simulating_needs_no_torch() -> None:
+    program = (
+        "import sys; from echo2.config import Config, WorkerSection; from echo2.rollout.engines import make_engine; "
+        "make_engine(Config(worker=WorkerSection(engine='simulated')), None); "
+        "import echo2.dissemination.receiver, echo2.dissemination.store; "
+        "sys.exit('torch' in sys.modules or 'httpx' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
