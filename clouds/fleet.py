@@ -11,6 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from echo2.errors import UserError
 from echo2.hub.client import HubClient
@@ -98,13 +99,13 @@ class Fleet:
         """End every worker; none is launched afterwards."""
         self._stopped = True
         self._backend.terminate(set(self._names), timeout_s)
-        for name in list(self._launched_at):
-            del self._launched_at[name]
-            self._tell(lambda name=name: self._hub.close_interval(name))
+        for name in self._launched_at:
+            self._tell(partial(self._hub.close_interval, name))
+        self._launched_at.clear()
 
     def _launch(self, name: str) -> None:
         offer = self._backend.offer
-        self._tell(lambda: self._hub.open_interval(name, offer.name, offer.price_usd_per_hour))
+        self._tell(partial(self._hub.open_interval, name, offer.name, offer.price_usd_per_hour))
         self._backend.launch(name)
         self._launched_at[name] = self._clock()
 
@@ -116,8 +117,8 @@ class Fleet:
         self._not_before[name] = self._clock() + pause_s
         words = self._backend.last_words(name)
         log.warning("%s ended after %.0f s and is replaced in %.1f s; it said: %s", name, lived_s, pause_s, words)
-        self._tell(lambda: self._hub.close_interval(name))
-        self._tell(lambda: self._hub.note("worker ended", name, words))
+        self._tell(partial(self._hub.close_interval, name))
+        self._tell(partial(self._hub.note, "worker ended", name, words))
 
     def _tell(self, message: Callable[[], None]) -> None:
         """The ledger's record must not keep the fleet from its work; what could not be told is logged."""

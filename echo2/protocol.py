@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -250,9 +250,8 @@ def _unpack(tensors: dict[str, np.ndarray], members: list[int], reasons: list[st
         if reason not in ("stop", "length"):
             raise BodyError(f"member {member}: finish reason {reason!r} is neither 'stop' nor 'length'")
         part = slice(int(start), int(end))
-        rollouts.append(
-            Rollout(int(member), tensors["token_ids"][part], tensors["log_probs"][part], tensors["versions"][part], reason)
-        )
+        token_ids, log_probs, versions = (tensors[name][part] for name in ("token_ids", "log_probs", "versions"))
+        rollouts.append(Rollout(int(member), token_ids, log_probs, versions, cast(FinishReason, reason)))
     return tuple(rollouts)
 
 

@@ -169,12 +169,21 @@ class SnapshotFollower:
     from any thread.
     """
 
-    def __init__(self, source: SnapshotSource, run_id: str, token: str, *, wait_s: float = 20.0) -> None:
-        """`wait_s` is the length of one long-poll."""
+    def __init__(
+        self,
+        source: SnapshotSource,
+        run_id: str,
+        token: str,
+        *,
+        wait_s: float = 20.0,
+        on_arrival: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`wait_s` is the length of one long-poll; `on_arrival` is called in the thread when there is something to take."""
         self._source = source
         self._run_id = run_id
         self._key = signing_key(token)
         self._wait_s = wait_s
+        self._on_arrival = on_arrival
         self._thread = threading.Thread(target=self._run, name="snapshot-follower", daemon=True)
         self._stopping = threading.Event()
         self._changed = threading.Condition()
@@ -244,6 +253,7 @@ class SnapshotFollower:
             with self._changed:
                 self._received = received
                 self._changed.notify_all()
+            self._on_arrival()
 
     def _receive(self, manifest: Manifest) -> ReceivedSnapshot:
         start_s = time.monotonic()

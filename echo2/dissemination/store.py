@@ -55,13 +55,13 @@ class SnapshotStore:
             _sync(hidden)
             former = _target(link)
             if former == link.name:
-                shutil.rmtree(link)
+                _delete(link)
             new_link = hidden.with_name(hidden.name + ".link")
             new_link.symlink_to(hidden.name)
             new_link.replace(link)
             _sync(self._folder)
             if former not in (None, link.name):
-                shutil.rmtree(self._folder / former)
+                _delete(self._folder / former)
         return manifest
 
     def versions(self) -> list[int]:
@@ -102,30 +102,40 @@ class SnapshotStore:
 
     def withdraw_after(self, version: int) -> list[int]:
         """Remove every version newer than `version`, newest first, and say which; a resumed run makes them anew."""
-        return self._remove([v for v in reversed(self.versions()) if v > version])
+        with self._writing():
+            newer = [v for v in reversed(self.versions()) if v > version]
+            self._remove(newer)
+        return newer
 
     def sweep(self, retain: int) -> list[int]:
-        """Keep the newest `retain` versions, remove older ones and what dead publishers left; returns the versions removed."""
-        removed = self._remove(self.versions()[:-retain])
-        with self._writing():
-            entries = [entry for entry in self._folder.iterdir() if re.fullmatch(OURS, entry.name)]
-            visible = {_name(version) for version in self.versions()}
-            used = visible | {_target(self._folder / name) for name in visible}
-            for entry in entries:
-                if entry.name not in used:
-                    _delete(entry)
-        return removed
+        """Keep the newest `retain` versions, remove older ones and what dead publishers left; returns the versions removed.
 
-    def _remove(self, versions: list[int]) -> list[int]:
-        with self._writing():
-            for version in versions:
-                link = self._folder / _name(version)
-                former = _target(link)
-                _delete(link)
-                if former not in (None, link.name):
-                    _delete(self._folder / former)
-            _sync(self._folder)
-        return versions
+        Never waits for a publisher at work: then it removes nothing, and the next sweep does.
+        """
+        try:
+            with self._writing(wait=False):
+                old = self.versions()[:-retain]
+                self._remove(old)
+                self._remove_orphans()
+        except BlockingIOError:
+            return []
+        return old
+
+    def _remove(self, versions: list[int]) -> None:
+        for version in versions:
+            link = self._folder / _name(version)
+            target = _target(link)
+            _delete(link)
+            if target not in (None, link.name):
+                _delete(self._folder / target)
+        _sync(self._folder)
+
+    def _remove_orphans(self) -> None:
+        visible = {_name(version) for version in self.versions()}
+        used = visible | {_target(self._folder / name) for name in visible}
+        for entry in list(self._folder.iterdir()):
+            if re.fullmatch(OURS, entry.name) and entry.name not in used:
+                _delete(entry)
 
     def _resolve(self, version: int) -> tuple[Manifest, Path]:
         """Manifest and payload file of one and the same snapshot."""
@@ -153,10 +163,10 @@ class SnapshotStore:
         return manifest
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """One writer at a time; the system drops the lock of a process that dies."""
+    def _writing(self, wait: bool = True) -> Iterator[None]:
+        """One writer at a time; the system drops the lock of a process that dies. Raises BlockingIOError if not to wait."""
         with (self._folder / ".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield
 
 

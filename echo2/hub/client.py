@@ -29,9 +29,9 @@ class HubClient:
     """One caller's connection to the hub; may be used by several threads."""
 
     def __init__(self, url: str, token: str, request_timeout_s: float = 30.0, patience_s: float = 60.0) -> None:
-        """`patience_s` bounds how long an absent hub is waited for before HubUnavailable."""
+        """`patience_s`, which may be changed later, bounds how long an absent hub is waited for before HubUnavailable."""
         self.url = url.rstrip("/")
-        self._patience_s = patience_s
+        self.patience_s = patience_s
         self._timeout_s = request_timeout_s
         self._last_contact = time.monotonic()
         try:
@@ -159,13 +159,13 @@ class HubClient:
         attempts = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(httpx.TransportError),
             wait=tenacity.wait_random_exponential(multiplier=0.1, max=MAX_PAUSE_S),
-            stop=tenacity.stop_after_delay(self._patience_s),
+            stop=tenacity.stop_after_delay(self.patience_s),
             reraise=True,
         )
         try:
             answer = attempts(self._http.request, method, path, timeout=self._timeout_s + extra_s, **arguments)
         except httpx.TransportError as error:
-            raise HubUnavailable(f"hub {self.url} did not answer for {self._patience_s:g} s ({error!r}): is it running?") from None
+            raise HubUnavailable(f"hub {self.url} did not answer for {self.patience_s:g} s ({error!r}): is it running?") from None
         self._last_contact = time.monotonic()
         if answer.status_code >= 400:
             self._raise_refusal(answer)

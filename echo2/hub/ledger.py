@@ -189,13 +189,11 @@ class Ledger:
         """Take what a worker generated; what this returns has been written durably. Raises BodyError for an impossible post."""
         tokens = sum(len(r.token_ids) for r in group.rollouts)
         with self._db.transaction() as db:
-            attempt = self._db.row("SELECT * FROM attempts WHERE group_id = ? AND attempt = ?", group.group_id, group.attempt)
-            self._check_post(worker_id, group, attempt)
-            if attempt["outcome"] in ("posted", "late", "stale", "engine_failed"):
+            if self._checked_attempt(worker_id, group)["outcome"] in ("posted", "late", "stale", "engine_failed"):
                 return "duplicate"
             row = self._group(group.group_id)
             if row["state"] != "leased":
-                outcome = "stale" if row["state"] == "expired" else "late"
+                outcome: PostOutcome = "stale" if row["state"] == "expired" else "late"
                 self._end_attempt(db, group.group_id, group.attempt, outcome, tokens)
                 return outcome
             new_tokens = self._store(db, worker_id, group, row)
@@ -238,7 +236,9 @@ class Ledger:
                 db.execute("UPDATE groups SET state = 'ready' WHERE group_id = ?", (group_id,))
                 self._expire_stale(db, self.current_step)
 
-    def _check_post(self, worker_id: str, group: GroupRollouts, attempt: sqlite3.Row | None) -> None:
+    def _checked_attempt(self, worker_id: str, group: GroupRollouts) -> sqlite3.Row:
+        """The attempt that a post answers; raises BodyError if there was none or it could not have made this."""
+        attempt = self._db.row("SELECT * FROM attempts WHERE group_id = ? AND attempt = ?", group.group_id, group.attempt)
         if attempt is None or attempt["worker_id"] != worker_id:
             raise BodyError(f"group {group.group_id} attempt {group.attempt} was never leased to worker {worker_id}")
         members = [r.member for r in group.rollouts] + [f.member for f in group.failures]
@@ -247,6 +247,7 @@ class Ledger:
         newest = max((int(r.versions.max()) for r in group.rollouts), default=0)
         if newest > self.highest_version:
             raise BodyError(f"group {group.group_id} claims version {newest}, but the newest is {self.highest_version}")
+        return attempt
 
     def _store(self, db: sqlite3.Connection, worker_id: str, group: GroupRollouts, row: sqlite3.Row) -> int:
         """Keep the members that are not there yet; returns their tokens."""

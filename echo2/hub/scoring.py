@@ -19,7 +19,8 @@ from echo2.config import TaskSection
 from echo2.hub.ledger import MemberScore
 from echo2.lifeline import end_with_parent
 from echo2.protocol import Rollout
-from echo2.tasks import ScoringError, Task, checked_score, make_task
+from echo2.tasks import ScoringError, Task, checked_score
+from echo2.tasks.catalog import make_task
 from echo2.tasks.tokenizer import TextTokenizer, load_tokenizer
 
 _task: Task

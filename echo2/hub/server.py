@@ -14,7 +14,7 @@ from echo2.hub.app import create_app
 from echo2.lifeline import end_with_parent
 from echo2.run_directory import open_run
 
-GRACE_S = 5
+GRACE_S = 1
 
 
 def serve(run_path: Path, listening_fd: int | None, parent_pid: int | None) -> None:

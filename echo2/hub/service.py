@@ -24,7 +24,7 @@ from echo2.hub.signals import Signal
 from echo2.hub.statistics import Statistics
 from echo2.protocol import Batch, GroupRollouts, Lease, Sampling, Telemetry, TrainingGroup, WorkerWelcome
 from echo2.run_directory import RunDirectory
-from echo2.tasks import make_task
+from echo2.tasks.catalog import make_task
 from echo2.tasks.order import prompt_index
 from echo2.tasks.tokenizer import check_agreement, load_tokenizer
 

@@ -30,6 +30,8 @@ def _architecture() -> dict[str, Any]:
         "head_dim": 32,
         "max_position_embeddings": 512,
         "tie_word_embeddings": True,
+        # Prompts span some twenty places; at the usual base of 10,000 most rotations would hardly tell them apart.
+        "rope_parameters": {"rope_type": "default", "rope_theta": 30.0},
     }
 
 

@@ -48,8 +48,8 @@ class LeaseTaker(Background):
                 continue
             except UserError as error:
                 # The hub has given this worker up; the next heartbeat registers it again.
-                log.warning("%s", error)
-                self.stopping.wait(REFUSED_PAUSE_S)
+                if not self.stopping.wait(REFUSED_PAUSE_S):
+                    log.warning("%s", error)
                 continue
             if leases:
                 with self._news:

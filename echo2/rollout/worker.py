@@ -13,13 +13,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from echo2.config import Config
 from echo2.dissemination.manifest import Manifest
 from echo2.dissemination.receiver import ReceivedSnapshot, SnapshotFollower, SourceUnavailable
-from echo2.errors import UserError
-from echo2.hub.client import HubClient, HubUnavailable
+from echo2.errors import SnapshotError, UserError
+from echo2.hub.client import HubClient
 from echo2.protocol import GroupRollouts, Lease, Telemetry, WorkerWelcome
 from echo2.rollout.engine import Engine
 from echo2.rollout.engines import make_engine
@@ -30,6 +31,7 @@ from echo2.rollout.pulse import Pulse
 log = logging.getLogger(__name__)
 MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json")
 NOTICE_S = 20.0
+PATIENCE_S = 5.0
 
 
 class Orphaned(UserError):
@@ -43,16 +45,23 @@ class HubSource:
         self._client = client
 
     def wait_newest(self, after_snapshot_id: str | None, wait_s: float) -> Manifest | None:
-        try:
+        with _as_source_errors():
             return self._client.newest_snapshot(after_snapshot_id, wait_s)
-        except HubUnavailable as error:
-            raise SourceUnavailable(str(error)) from None
 
     def stream(self, version: int, snapshot_id: str, first_chunk: int, count: int) -> Iterator[bytes]:
-        try:
+        with _as_source_errors():
             yield from self._client.stream_snapshot(version, snapshot_id, first_chunk, count)
-        except HubUnavailable as error:
-            raise SourceUnavailable(str(error)) from None
+
+
+@contextmanager
+def _as_source_errors() -> Iterator[None]:
+    """A hub that is away or refuses is worth another try; what is wrong with a snapshot is for the follower to judge."""
+    try:
+        yield
+    except SnapshotError:
+        raise
+    except UserError as error:
+        raise SourceUnavailable(str(error)) from None
 
 
 class Worker:
@@ -64,6 +73,7 @@ class Worker:
         self._sampling = welcome.sampling
         self._run_id = welcome.run_id
         self._token = token
+        client.patience_s = PATIENCE_S
         self._leaving = threading.Event()
         self._news = threading.Condition()
         self._telemetry = Telemetry()
@@ -83,10 +93,14 @@ class Worker:
         self._follower.start()
         self._outbox.start()
         self._leases.start()
+        notice_s = NOTICE_S
         try:
             self._work(engine)
+        except Orphaned:
+            notice_s = 0.0
+            raise
         finally:
-            self._leave()
+            self._leave(notice_s)
 
     def _work(self, engine: Engine) -> None:
         while not self._leaving.is_set():
@@ -156,8 +170,9 @@ class Worker:
                     (Path(folder) / name).write_bytes(self._client.model_file(name))
             return make_engine(self._config, Path(folder))
 
-    def _leave(self) -> None:
-        deadline = time.monotonic() + NOTICE_S
+    def _leave(self, notice_s: float) -> None:
+        deadline = time.monotonic() + notice_s
+        self._client.patience_s = notice_s / 4
         self._leases.stop()
         self._follower.stop()
         held = self._leases.take()
@@ -166,7 +181,8 @@ class Worker:
             self._outbox.put_return(worker_id, [lease.group_id for lease in leases])
         self._outbox.close(deadline - time.monotonic())
         self._pulse.stop()
-        self._pulse.say_goodbye()
+        if notice_s:
+            self._pulse.say_goodbye()
 
     def _wake(self) -> None:
         with self._news:

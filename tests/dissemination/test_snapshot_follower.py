@@ -91,6 +91,17 @@ def test_snapshots_are_handed_over_once_as_published(store: SnapshotStore, follo
     assert take_next(follower).payload == random_payload(1)
 
 
+def test_the_owner_is_woken_when_there_is_something_to_take(store: SnapshotStore, source: StoreSource) -> None:
+    arrived = threading.Event()
+    follower = SnapshotFollower(source, "run-a", "secret", wait_s=0.2, on_arrival=arrived.set)
+    follower.start()
+    assert not arrived.wait(0.1)
+    store.publish(0, random_payload(0), CHUNK_BYTES)
+    assert arrived.wait(20)
+    assert follower.take() is not None
+    follower.stop()
+
+
 def test_it_finishes_what_it_began_then_jumps_to_the_newest(
     store: SnapshotStore, source: StoreSource, follower: SnapshotFollower
 ) -> None:

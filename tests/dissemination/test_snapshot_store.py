@@ -25,6 +25,10 @@ def random_payload(seed: int, size: int = 100_001) -> bytes:
     return random.Random(seed).randbytes(size)
 
 
+def hidden_names(folder: Path) -> list[str]:
+    return [entry.name for entry in folder.iterdir() if entry.name.startswith(".v")]
+
+
 def test_what_was_published_is_read_back_by_another_store(tmp_path: Path) -> None:
     payloads = {version: random_payload(version) for version in (0, 1, 12)}
     published = {version: make_store(tmp_path).publish(version, payload, CHUNK_BYTES) for version, payload in payloads.items()}
@@ -116,8 +120,7 @@ def test_sweep_keeps_the_newest_and_removes_orphans(tmp_path: Path) -> None:
     assert store.sweep(2) == [0, 1, 2]
     assert make_store(tmp_path).versions() == [3, 4]
     assert store.read(4, 0, 100_001) == random_payload(4)
-    hidden = [entry.name for entry in tmp_path.iterdir() if entry.name.startswith(".v")]
-    assert len(hidden) == 2
+    assert len(hidden_names(tmp_path)) == 2
     assert not (tmp_path / "v00000009").exists()
     assert (tmp_path / "notes.txt").exists()
 
@@ -157,6 +160,7 @@ def test_a_reader_sees_the_old_snapshot_or_the_new_one_whole(tmp_path: Path) -> 
         assert blake3(content).hexdigest() == manifest.weights_digest
         whole += 1
     publisher.join()
+    assert len(hidden_names(tmp_path)) == 1
 
 
 PUBLISHER = """
@@ -183,6 +187,21 @@ print("published", flush=True)
 """
 
 
+def test_sweep_leaves_a_publisher_at_work_alone(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    for version in (1, 2):
+        store.publish(version, b"weights", CHUNK_BYTES)
+    command = [sys.executable, "-c", PUBLISHER, str(tmp_path), "3", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as publisher:
+        assert publisher.stdout is not None
+        assert publisher.stdout.readline() == "hanging\n"
+        assert store.sweep(1) == []
+        assert len(hidden_names(tmp_path)) == 3
+        publisher.kill()
+    assert store.sweep(1) == [1]
+    assert len(hidden_names(tmp_path)) == 1
+
+
 def publish_until_killed(folder: Path, version: int, hang_at: int) -> None:
     """Publish in a process of its own and kill it at the n-th call that puts something on the disk."""
     command = [sys.executable, "-c", PUBLISHER, str(folder), str(version), str(hang_at)]
@@ -201,9 +220,9 @@ def test_a_publisher_killed_before_its_last_rename_never_shows_a_version(tmp_pat
     assert store.versions() == [1]
     assert make_store(tmp_path).newest() == first
     assert store.read(1, 0, 7) == b"weights"
-    assert [entry for entry in tmp_path.iterdir() if entry.name.startswith(".v")] != []
+    assert len(hidden_names(tmp_path)) > 1
     store.sweep(5)
-    assert len([entry for entry in tmp_path.iterdir() if entry.name.startswith(".v")]) == 1
+    assert len(hidden_names(tmp_path)) == 1
     assert store.publish(2, b"again", CHUNK_BYTES) == store.newest()
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 import echo2.rollout.transformers_engine as module
 from echo2.errors import ConfigError, SnapshotError
@@ -88,7 +88,7 @@ def tokens(group: GroupRollouts) -> dict[int, list[int]]:
     return {rollout.member: rollout.token_ids.tolist() for rollout in group.rollouts}
 
 
-def teacher_forced(model: Qwen3ForCausalLM, lease: Lease, rollout: Rollout, temperature: float) -> Tensor:
+def teacher_forced(model: PreTrainedModel, lease: Lease, rollout: Rollout, temperature: float) -> Tensor:
     """log_softmax(logits / temperature) of the completion's tokens, from one unpadded forward pass over everything."""
     prompt = list(lease.prompt_token_ids)
     token_ids = torch.tensor([[*prompt, *rollout.token_ids.tolist()]])
@@ -98,7 +98,7 @@ def teacher_forced(model: Qwen3ForCausalLM, lease: Lease, rollout: Rollout, temp
 
 
 def assert_log_probs_are(
-    model: Qwen3ForCausalLM, leases: Sequence[Lease], groups: dict[int, GroupRollouts], temperature: float = 1.0
+    model: PreTrainedModel, leases: Sequence[Lease], groups: dict[int, GroupRollouts], temperature: float = 1.0
 ) -> None:
     for lease in leases:
         for rollout in groups[lease.group_id].rollouts:
@@ -281,6 +281,17 @@ def test_the_longest_possible_prompt_is_taken(engine: TransformersEngine, model:
     leases = make_leases((52, 3))
     groups = generate(engine, leases, make_sampling(stop_token_ids=()))
     assert_log_probs_are(model, leases, groups)
+
+
+def test_left_padding_does_not_shift_absolute_positions(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=2, n_head=2, initializer_range=0.3)
+    model = GPT2LMHeadModel(config).eval()
+    model.save_pretrained(tmp_path)
+    engine = TransformersEngine(tmp_path, "float32", "cpu", 1)
+    engine.load_weights(export_weights(model, "float32"), 0)
+    leases = make_leases((5, 12, 1, 7))
+    assert_log_probs_are(model, leases, generate(engine, leases, make_sampling(stop_token_ids=())))
 
 
 def test_bad_weights_are_failures_not_rollouts(engine: TransformersEngine, model: Qwen3ForCausalLM) -> None:
