@@ -13,8 +13,7 @@ import time
 from pathlib import Path
 
 from clouds.fleet import Offer, WorkerBackend
-
-LAST_WORDS_BYTES = 600
+from echo2.logs import last_line
 
 
 class LocalBackend(WorkerBackend):
@@ -67,6 +66,4 @@ class LocalBackend(WorkerBackend):
 
     def last_words(self, name: str) -> str:
         log = self._log_folder / f"{name}.log"
-        if not log.exists():
-            return "nothing"
-        return log.read_bytes()[-LAST_WORDS_BYTES:].decode(errors="replace").strip() or "nothing"
+        return last_line(log)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from echo2.config import Config
+from echo2.errors import UserError
 from flows.console import say
 
 INTERRUPTED = 130
@@ -18,6 +20,7 @@ def run_to_end(config: Config, resume: bool) -> int:
     began = time.monotonic()
     from flows.train import train
 
+    logging.getLogger("prefect.flow_runs").addFilter(_without_traceback_of_user_errors)
     while True:
         summary = train(config, resume=resume)
         if summary["stopped"]:
@@ -27,6 +30,11 @@ def run_to_end(config: Config, resume: bool) -> int:
             say(render_summary(summary, config, time.monotonic() - began))
             return 0
         resume = True
+
+
+def _without_traceback_of_user_errors(record: logging.LogRecord) -> bool:
+    """The command line prints such an error in one line, at the end."""
+    return not (record.exc_info and isinstance(record.exc_info[1], UserError))
 
 
 def render_summary(summary: Mapping[str, Any], config: Config, elapsed_s: float) -> str:

@@ -15,11 +15,11 @@ import time
 from echo2.errors import UserError, WaitTimeout
 from echo2.hub.address import listen, url_of
 from echo2.hub.client import HubClient
+from echo2.logs import last_line
 from echo2.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
 STOP_S = 10.0
-LAST_WORDS_BYTES = 600
 
 
 class HubProcess:
@@ -87,4 +87,4 @@ class HubProcess:
         return self._process is not None and self._process.poll() is not None
 
     def _last_words(self) -> str:
-        return (self._run.logs / "hub.log").read_bytes()[-LAST_WORDS_BYTES:].decode(errors="replace").strip() or "nothing"
+        return last_line(self._run.logs / "hub.log")

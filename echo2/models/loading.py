@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from echo2.errors import ConfigError, SnapshotError
@@ -50,6 +50,20 @@ def load_model(folder: Path, dtype: Dtype, device: torch.device) -> Any:
         problem = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))[0]
         raise ConfigError(f"model {folder} lacks fitting weights for {problem}: fetch the model again")
     return model.to(device).eval()
+
+
+def build_model(folder: Path, dtype: Dtype, device: torch.device) -> Any:
+    """The model that `folder/config.json` describes, in evaluation mode, with arbitrary weights: for one that is to be loaded.
+
+    Raises ConfigError if the description is missing or of no causal language model.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        with device:
+            model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype], attn_implementation="sdpa")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model {folder} cannot be built ({error}): config.json must describe a causal language model") from error
+    return model.eval()
 
 
 def export_weights(model: nn.Module, dtype: Dtype) -> bytes:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from echo2.models.loading import Dtype, load_model, load_weights, resolve_device
+from echo2.models.loading import Dtype, build_model, load_weights, resolve_device
 from echo2.protocol import FinishReason, GroupRollouts, Lease, Rollout, RolloutFailure, Sampling
 from echo2.rollout.engine import Engine
 from echo2.rollout.randomness import member_generator
@@ -30,9 +30,9 @@ class TransformersEngine(Engine):
     """Batched decoding: one forward pass over all prompts, then one for each token of the longest completion."""
 
     def __init__(self, model_folder: Path, dtype: Dtype, device: str, threads: int) -> None:
-        """Raises ConfigError if the folder holds no model or the device is not there."""
+        """`model_folder` needs no weights. Raises ConfigError if it describes no model or the device is not there."""
         torch.set_num_threads(threads)
-        self._model = load_model(model_folder, dtype, resolve_device(device))
+        self._model = build_model(model_folder, dtype, resolve_device(device))
         config = self._model.config.get_text_config()
         self._max_positions: int = config.max_position_embeddings
         self._vocabulary_size: int = self._model.get_input_embeddings().num_embeddings
