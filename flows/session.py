@@ -48,10 +48,9 @@ class Session:
 
     def check_supply(self) -> None:
         """While the learner waits for a batch: raises WaitTimeout if nobody is there to fill it, Stopped if asked to stop."""
-        if self.stop_requested.is_set():
-            raise Stopped
+        self.check_stop()
         self.fleet.raise_if_hopeless()
-        if self.hub.status()["workers"]:
+        if self.hub.live_workers():
             self._last_sign_of_life = time.monotonic()
         silence_s = time.monotonic() - self._last_sign_of_life
         if silence_s > self.config.fleet.start_timeout_s:
@@ -60,6 +59,11 @@ class Session:
                 f"look into {self.run.logs}, or start workers with: echo2 worker --hub {self.hub.url}"
             )
 
+
+    def check_stop(self) -> None:
+        """Raises Stopped if the user asked the segment to end."""
+        if self.stop_requested.is_set():
+            raise Stopped
 
     def checkpoint(self) -> None:
         """Write the learner's state, if the newest checkpoint is older, and drop the oldest beyond `keep_checkpoints`."""

@@ -43,6 +43,7 @@ def train_segment(session: Session) -> None:
     last = min(config.run.steps, learner.version + config.flow.segment_steps)
     stopwatch = Stopwatch()
     while learner.version < last:
+        session.check_stop()
         step = learner.version
         with stopwatch.waiting():
             batch = hub.take_batch(step, session.check_supply)

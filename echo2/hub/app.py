@@ -142,6 +142,11 @@ def _add_worker_routes(app: FastAPI, run: RunDirectory) -> None:
     async def register(request: Request, registration: Registration) -> dict[str, Any]:
         return (await _hub(request).register(registration.name)).model_dump()
 
+    @app.get("/v1/workers")
+    async def live_workers(request: Request) -> dict[str, Any]:
+        live = await _hub(request).durably(_hub(request).roster.live_workers)
+        return {"worker_ids": [w.worker_id for w in live]}
+
     @app.delete("/v1/workers/{worker_id}")
     async def leave(request: Request, worker_id: str) -> dict[str, Any]:
         await _hub(request).leave(worker_id)
@@ -246,14 +251,13 @@ def _add_overview_routes(app: FastAPI, run: RunDirectory) -> None:
 
     @app.get("/v1/status")
     async def status(request: Request) -> dict[str, Any]:
-        return await _hub(request).durably(_hub(request).status)
+        return await _hub(request).status()
 
     @app.get("/v1/steps")
     async def steps(request: Request) -> dict[str, Any]:
-        return {"steps": await _hub(request).durably(_hub(request).statistics.step_metrics)}
+        return {"steps": await _hub(request).steps()}
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
-        status = await _hub(request).durably(_hub(request).status)
-        body, media_type = render_metrics(status)
+        body, media_type = render_metrics(await _hub(request).status())
         return Response(body, media_type=media_type)

@@ -19,6 +19,7 @@ from echo2.protocol import Batch, GroupRollouts, Lease, Telemetry, WorkerWelcome
 
 MAX_PAUSE_S = 2.0
 POLL_S = 20.0
+BATCH_POLL_S = 1.0
 
 
 class HubUnavailable(WaitTimeout):
@@ -118,10 +119,10 @@ class HubClient:
     def take_batch(self, step: int, keep_waiting: Callable[[], None] = lambda: None) -> Batch:
         """The batch for `step`, once it is full; `keep_waiting` is called between long-polls and may raise to end the wait."""
         while True:
-            keep_waiting()
-            answer = self._request("GET", f"/v1/batches/{step}", params={"wait_s": 2.0}, extra_s=2.0)
+            answer = self._request("GET", f"/v1/batches/{step}", params={"wait_s": BATCH_POLL_S}, extra_s=BATCH_POLL_S)
             if answer.status_code == 200:
                 return decode_batch(answer.content)
+            keep_waiting()
 
     def commit(self, step: int, metrics: Mapping[str, float], oldest_checkpoint: int) -> None:
         self._json("POST", f"/v1/steps/{step}", {"metrics": dict(metrics), "oldest_checkpoint": oldest_checkpoint})
@@ -139,6 +140,9 @@ class HubClient:
         self._json("POST", "/v1/events", {"kind": kind, "subject": subject, "detail": detail})
 
     # --- overview
+
+    def live_workers(self) -> list[str]:
+        return self._request("GET", "/v1/workers").json()["worker_ids"]
 
     def status(self) -> dict[str, Any]:
         return self._request("GET", "/v1/status").json()

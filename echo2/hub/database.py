@@ -1,7 +1,7 @@
 """The ledger's SQLite file.
 
-Invariants: what a transaction committed survives kill −9 and power loss (WAL, full synchronisation); a file of another run is
-refused; one process writes to it.
+Invariants: what a transaction committed survives kill −9; what was committed before a `durable` transaction ended survives power
+loss too; a file of another run is refused; one process writes to it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Database:
             self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30.0)
             self._connection.row_factory = sqlite3.Row
             self._connection.execute("PRAGMA journal_mode = WAL")
-            self._connection.execute("PRAGMA synchronous = FULL")
+            self._connection.execute("PRAGMA synchronous = NORMAL")
             self._connection.executescript((files("echo2.hub") / "schema.sql").read_text(encoding="utf-8"))
         except sqlite3.DatabaseError as error:
             raise UserError(f"ledger {path} cannot be opened ({error}): restore it or start another run") from None
@@ -35,8 +35,12 @@ class Database:
             raise UserError(f"ledger {path} belongs to run {owner}, not to {run_id}: choose another run.name or run.directory")
 
     @contextmanager
-    def transaction(self) -> Iterator[sqlite3.Connection]:
-        """All or nothing: commits at the end of the block, rolls back if it raises."""
+    def transaction(self, durable: bool = False) -> Iterator[sqlite3.Connection]:
+        """All or nothing: commits at the end of the block, rolls back if it raises.
+
+        A `durable` one waits until it and all before it are on the disk: a millisecond, too long for every rollout.
+        """
+        self._connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
         self._connection.execute("BEGIN IMMEDIATE")
         try:
             yield self._connection

@@ -261,9 +261,9 @@ class Ledger:
         failed = set(json.loads(row["failed_members"])) | {f.member for f in group.failures}
         reason = "; ".join(sorted({f.reason for f in group.failures})) or row["reason"]
         db.execute(
-            "UPDATE groups SET failed_members = ?, reason = ?, oldest_version ="
+            "UPDATE groups SET failed_members = ?, reason = ?, tokens = tokens + ?, oldest_version ="
             " (SELECT MIN(oldest_version) FROM rollouts WHERE group_id = groups.group_id) WHERE group_id = ?",
-            (json.dumps(sorted(failed)), reason, group.group_id),
+            (json.dumps(sorted(failed)), reason, tokens, group.group_id),
         )
         return tokens
 
@@ -327,7 +327,7 @@ class Ledger:
             return
         if not self._assigned(step):
             raise UserError(f"step {step} was committed without a batch; the ledger stands at step {self.current_step}")
-        with self._db.transaction() as db:
+        with self._db.transaction(durable=True) as db:
             db.execute("UPDATE groups SET state = 'trained' WHERE step = ? AND state = 'ready'", (step,))
             db.execute("INSERT INTO steps VALUES (?, ?, ?)", (step, self._clock(), json.dumps(dict(metrics))))
             self._expire_stale(db, step + 1)
@@ -338,7 +338,7 @@ class Ledger:
         ahead = self.current_step - version
         if ahead < 0:
             raise UserError(f"the checkpoint holds version {version}, but the ledger only knows {self.current_step} steps")
-        with self._db.transaction() as db:
+        with self._db.transaction(durable=True) as db:
             gone = self._db.value(
                 "SELECT COUNT(*) FROM rollouts JOIN groups USING (group_id)"
                 " WHERE step >= ? AND state = 'trained' AND reward IS NOT NULL AND payload IS NULL",

@@ -22,6 +22,7 @@ CREATE TABLE IF NOT EXISTS groups (
     deadline_s       REAL,
     failed_members   TEXT NOT NULL DEFAULT '[]',
     oldest_version   INTEGER,
+    tokens           INTEGER NOT NULL DEFAULT 0,
     step             INTEGER,               -- the step that it was assigned to or, if filtered, counted for
     reason           TEXT,
     scores           TEXT,                  -- means over the group's members
@@ -30,6 +31,7 @@ CREATE TABLE IF NOT EXISTS groups (
 ) STRICT;
 CREATE INDEX IF NOT EXISTS groups_by_state ON groups (state) WHERE state IN ('leased', 'generated', 'ready');
 CREATE INDEX IF NOT EXISTS groups_by_step ON groups (step);
+CREATE INDEX IF NOT EXISTS groups_by_score_time ON groups (scored_at_s);
 CREATE INDEX IF NOT EXISTS filtered_unassigned ON groups (state) WHERE state = 'filtered' AND step IS NULL;
 
 CREATE TABLE IF NOT EXISTS attempts (
@@ -43,6 +45,8 @@ CREATE TABLE IF NOT EXISTS attempts (
     ended_at_s       REAL,
     PRIMARY KEY (group_id, attempt)
 ) STRICT;
+CREATE INDEX IF NOT EXISTS attempts_by_worker ON attempts (worker_id, outcome, tokens);
+CREATE INDEX IF NOT EXISTS attempts_by_outcome ON attempts (outcome, tokens);
 
 CREATE TABLE IF NOT EXISTS rollouts (
     group_id         INTEGER NOT NULL,

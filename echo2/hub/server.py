@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 from pathlib import Path
+from types import FrameType
 
 import uvicorn
 
@@ -28,4 +29,14 @@ def serve(run_path: Path, listening_fd: int | None, parent_pid: int | None) -> N
     settings = uvicorn.Config(
         create_app(run), log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE_S, timeout_keep_alive=75
     )
-    uvicorn.Server(settings).run(sockets=[listener])
+    _HubServer(settings).run(sockets=[listener])
+
+
+class _HubServer(uvicorn.Server):
+    """Ends long-polls first, since a server waits for the requests under way before it stops."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        hub = getattr(self.config.app.state, "hub", None)  # type: ignore[union-attr]
+        if hub is not None:
+            hub.release_waiters()
+        super().handle_exit(sig, frame)

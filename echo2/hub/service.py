@@ -42,7 +42,9 @@ class Hub:
         self._db = Database(run.ledger, run.run_id)
         self.ledger = Ledger(self._db, rules_of(config))
         self.roster = Roster(self._db)
-        self.statistics = Statistics(self._db)
+        # A connection and a thread of their own, so that looking at the run does not hold up the ledger.
+        self._view = Database(run.ledger, run.run_id)
+        self._view_thread = ThreadPoolExecutor(1, thread_name_prefix="view")
         self.store = SnapshotStore(run.snapshots, run.run_id, run.token)
         self._task = make_task(config.task, config.run.seed)
         self._tokenizer = load_tokenizer(run.model)
@@ -71,13 +73,20 @@ class Hub:
         scorers = [self._score_groups() for _ in range(2 * self.run.config.hub.scoring_processes)]
         self._chores = [asyncio.create_task(chore) for chore in (self._sweep(), *scorers)]
 
+    def release_waiters(self) -> None:
+        """The hub is about to stop: answer every long-poll now."""
+        for signal in (self.leases_open, self.groups_ready, self.snapshot_announced, self.snapshot_loaded):
+            signal.close()
+
     async def stop(self) -> None:
         for chore in self._chores:
             chore.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await chore
         await asyncio.to_thread(self._scoring.close)
+        await self._look(self._view.close)
         await self.durably(self._db.close)
+        self._view_thread.shutdown()
         self._thread.shutdown()
 
     def chores_failed(self) -> BaseException | None:
@@ -234,9 +243,16 @@ class Hub:
 
     # --- overview
 
-    def status(self) -> dict[str, Any]:
+    async def status(self) -> dict[str, Any]:
         """What the run is doing; for `/v1/status`."""
-        return describe_run(self.run, self._db)
+        return await self._look(describe_run, self.run, self._view)
+
+    async def steps(self) -> list[dict[str, float]]:
+        """The metrics of every committed step."""
+        return await self._look(Statistics(self._view).step_metrics)
+
+    async def _look(self, call: Callable[..., Result], *arguments: Any) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._view_thread, call, *arguments)
 
     # --- chores
 

@@ -14,10 +14,16 @@ class Signal:
 
     def __init__(self) -> None:
         self._fired = asyncio.Event()
+        self._closed = False
 
     def fire(self) -> None:
         fired, self._fired = self._fired, asyncio.Event()
         fired.set()
+
+    def close(self) -> None:
+        """End every wait, now and from now on."""
+        self._closed = True
+        self.fire()
 
     async def poll(self, attempt: Callable[[], Awaitable[Result | None]], wait_s: float) -> Result | None:
         """Try now and after each firing until `attempt` gives something (other than None or empty) or `wait_s` is over."""
@@ -26,7 +32,7 @@ class Signal:
         while True:
             fired = self._fired
             result = await attempt()
-            if result or loop.time() >= deadline:
+            if result or self._closed or loop.time() >= deadline:
                 return result
             try:
                 await asyncio.wait_for(fired.wait(), deadline - loop.time())

@@ -35,8 +35,7 @@ class Statistics:
             if r["outcome"] in WASTED
         }
         dropped = self._db.rows(
-            "SELECT g.state AS state, SUM(r.tokens) AS tokens FROM rollouts r JOIN groups g USING (group_id)"
-            " WHERE g.state IN ('filtered', 'expired', 'failed') GROUP BY g.state"
+            "SELECT state, SUM(tokens) AS tokens FROM groups WHERE state IN ('filtered', 'expired', 'failed') GROUP BY state"
         )
         return wasted | {r["state"]: r["tokens"] for r in dropped}
 
@@ -44,7 +43,7 @@ class Statistics:
         """Scored members per second over the last half minute."""
         since = self._clock() - RATE_WINDOW_S
         count = self._db.value(
-            "SELECT COUNT(*) FROM rollouts JOIN groups USING (group_id) WHERE scored_at_s > ? AND reward IS NOT NULL", since
+            "SELECT COUNT(reward) FROM groups JOIN rollouts USING (group_id) WHERE groups.scored_at_s > ?", since
         )
         first = self._db.row("SELECT MIN(leased_at_s) AS at FROM groups")
         began = first["at"] if first and first["at"] is not None else self._clock()
@@ -69,7 +68,10 @@ class Statistics:
 
     def workers_seen(self) -> int:
         """Workers that delivered at least one rollout."""
-        return self._db.value("SELECT COUNT(DISTINCT name) FROM workers WHERE worker_id IN (SELECT worker_id FROM rollouts)")
+        return self._db.value(
+            "SELECT COUNT(DISTINCT name) FROM workers WHERE EXISTS"
+            " (SELECT 1 FROM attempts WHERE attempts.worker_id = workers.worker_id AND outcome IN ('posted', 'part'))"
+        )
 
     def events(self, limit: int = 20) -> list[dict[str, Any]]:
         """The newest events, newest first."""

@@ -1,0 +1,79 @@
+"""Writes docs/configuration.md from the models in echo2/config.py: `python docs/make_configuration.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from echo2.config import Config
+from echo2.run_directory import FIXED_SECTIONS
+
+TARGET = Path(__file__).with_name("configuration.md")
+KINDS = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false", "object": "table"}
+LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+
+HEAD = f"""# Configuration
+
+This page is made from `echo2/config.py` by `python docs/make_configuration.py`; edit the docstrings there.
+
+A run is made from TOML files, read left to right, and `section.key=value` overrides, which win over every file. Keys that
+are not on this page are refused. `echo2 train --dry-run` prints the resolved configuration, every key included.
+
+Sections are checked together too:
+
+- κ ≤ S + 1, else no snapshot is fresh enough for every step;
+- `dissemination.retain_snapshots` ≥ S + κ, else a snapshot in use would be deleted;
+- `batch.members` ≥ 2 where `batch.drop_zero_variance` is true, since one member has no variance;
+- `hub.heartbeat_timeout_s` ≥ 3 · `worker.heartbeat_interval_s`.
+
+A run that is resumed keeps {", ".join(f"`[{name}]`" for name in FIXED_SECTIONS)} and `run.seed`; all else may change.
+"""
+
+
+def render() -> str:
+    """The whole page."""
+    schema = Config.model_json_schema()
+    parts = [HEAD]
+    for name, section in schema["properties"].items():
+        references = section.get("oneOf", [section])
+        models = [schema["$defs"][reference["$ref"].rsplit("/", 1)[-1]] for reference in references]
+        if len(models) > 1:
+            parts.append(f"## [{name}]\n\nOne of {len(models)} kinds, chosen by `type`.\n")
+        parts += [_section(name, model, nested=len(models) > 1) for model in models]
+    return "\n".join(parts)
+
+
+def _section(name: str, model: Mapping[str, Any], nested: bool) -> str:
+    title = f'### [{name}] type = "{model["properties"]["type"]["const"]}"' if nested else f"## [{name}]"
+    rows = "\n".join("| " + " | ".join(row) + " |" for row in _rows(model["properties"]))
+    return f"{title}\n\n{model['description']}\n\n| key | value | default | meaning |\n|---|---|---|---|\n{rows}\n"
+
+
+def _rows(fields: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
+    for name, field in fields.items():
+        default = f"`{_toml(field['default'])}`" if "default" in field else "to be given"
+        yield f"`{name}`", _values(field), default, field["description"].replace("\n", " ").replace("|", "\\|")
+
+
+def _values(field: Mapping[str, Any]) -> str:
+    """What a field may be, in words."""
+    if "const" in field:
+        return f"`{_toml(field['const'])}`"
+    if "enum" in field:
+        return " or ".join(f"`{_toml(value)}`" for value in field["enum"])
+    if field.get("format") == "path":
+        return "path"
+    limits = [f"{sign} {field[limit]:.12g}" for limit, sign in LIMITS.items() if limit in field]
+    pattern = [f"matching `{field['pattern']}`".replace("|", "\\|")] if "pattern" in field else []
+    return " ".join([KINDS[field["type"]], ", ".join(limits), *pattern]).replace("  ", " ").strip()
+
+
+def _toml(value: object) -> str:
+    return tomli_w.dumps({"value": value}).split("=", 1)[1].strip() if value != {} else "{}"
+
+
+if __name__ == "__main__":
+    TARGET.write_text(render(), encoding="utf-8")
