@@ -39,7 +39,7 @@ class LocalBackend(WorkerBackend):
         command = [sys.executable, "-m", "echo2", "worker", "--hub", self._hub_url, "--name", name]
         command += ["--parent", str(os.getpid())]
         with (self._log_folder / f"{name}.log").open("ab") as log:
-            # A session of its own, so that Ctrl-C in the terminal reaches only the learner, which then ends the workers in order.
+            # A session of its own, so that Ctrl-C reaches only the learner, which then ends the workers in order.
             self._processes[name] = subprocess.Popen(
                 command,
                 env=self._environment,

@@ -52,7 +52,7 @@ def train(settings: tuple[str, ...], resume: bool, dry_run: bool) -> None:
         return
     from flows.run import run_to_end
 
-    sys.exit(run_to_end(config, resume))
+    run_to_end(config, resume)
 
 
 @echo2.command(epilog="SECTION.KEY=VALUE changes this worker's own settings, for example worker.slots=64.")

@@ -65,7 +65,9 @@ class ReverseDigitsTask(Section):
     @model_validator(mode="after")
     def _digits_in_order(self) -> ReverseDigitsTask:
         if self.min_digits > self.max_digits:
-            raise ValueError(f"task.min_digits = {self.min_digits} exceeds task.max_digits = {self.max_digits}: lower the first")
+            raise ValueError(
+                f"task.min_digits = {self.min_digits} exceeds task.max_digits = {self.max_digits}: lower the first"
+            )
         return self
 
 
@@ -84,7 +86,9 @@ class SortDigitsTask(Section):
     @model_validator(mode="after")
     def _digits_in_order(self) -> SortDigitsTask:
         if self.min_digits > self.max_digits:
-            raise ValueError(f"task.min_digits = {self.min_digits} exceeds task.max_digits = {self.max_digits}: lower the first")
+            raise ValueError(
+                f"task.min_digits = {self.min_digits} exceeds task.max_digits = {self.max_digits}: lower the first"
+            )
         return self
 
 
@@ -296,13 +300,13 @@ class Config(Section):
         bound, interval = self.staleness.bound, self.staleness.publish_interval
         if interval > bound + 1:
             raise ValueError(
-                f"staleness.publish_interval = {interval} exceeds staleness.bound + 1 = {bound + 1}: no snapshot could be fresh "
-                f"enough for every step; lower publish_interval to {bound + 1} or raise bound to {interval - 1}"
+                f"staleness.publish_interval = {interval} exceeds staleness.bound + 1 = {bound + 1}: no snapshot could be "
+                f"fresh enough for every step; lower publish_interval to {bound + 1} or raise bound to {interval - 1}"
             )
         if self.dissemination.retain_snapshots < bound + interval:
             raise ValueError(
-                f"dissemination.retain_snapshots = {self.dissemination.retain_snapshots} is below staleness.bound + "
-                f"publish_interval = {bound + interval}: a snapshot still in use would be deleted; raise it to {bound + interval}"
+                f"dissemination.retain_snapshots = {self.dissemination.retain_snapshots} is below staleness.bound "
+                f"+ publish_interval = {bound + interval}: a snapshot still in use would be deleted; raise it to {bound + interval}"
             )
         if self.batch.drop_zero_variance and self.batch.members == 1:
             raise ValueError(
@@ -388,7 +392,9 @@ def _explain(error: ValidationError) -> str:
     for problem in error.errors():
         name = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
-            lines.append(f"unknown key {name} = {problem['input']!r}: check its spelling (echo2 train --dry-run prints every key)")
+            lines.append(
+                f"unknown key {name} = {problem['input']!r}: check its spelling (echo2 train --dry-run prints every key)"
+            )
         elif problem["type"] == "value_error":
             lines.append(str(problem["ctx"]["error"]))
         else:

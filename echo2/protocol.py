@@ -161,7 +161,9 @@ def decode_group(body: bytes) -> GroupRollouts:
         failures = tuple(RolloutFailure.model_validate(f) for f in header["failures"])
         group_id, attempt = int(header["group_id"]), int(header["attempt"])
     except (KeyError, TypeError, ValueError, ValidationError) as error:
-        raise BodyError(f"rollout body lacks or misstates a field ({error}): send what echo2.protocol.encode_group makes") from None
+        raise BodyError(
+            f"rollout body lacks or misstates a field ({error}): send what echo2.protocol.encode_group makes"
+        ) from None
     members = [r.member for r in rollouts] + [f.member for f in failures]
     if len(set(members)) != len(members):
         raise BodyError(f"group {group_id}: a member occurs twice in {members}")
@@ -237,7 +239,9 @@ def _pack(rollouts: list[Rollout]) -> dict[str, np.ndarray]:
 def _unpack(tensors: dict[str, np.ndarray], members: list[int], reasons: list[str]) -> tuple[Rollout, ...]:
     lengths = tensors["lengths"]
     if not len(lengths) == len(members) == len(reasons):
-        raise BodyError(f"body describes {len(members)} members and {len(reasons)} finish reasons but holds {len(lengths)} lengths")
+        raise BodyError(
+            f"body describes {len(members)} members and {len(reasons)} finish reasons but holds {len(lengths)} lengths"
+        )
     if (lengths <= 0).any() or any(len(tensors[name]) != lengths.sum() for name in ("token_ids", "log_probs", "versions")):
         raise BodyError(f"lengths {lengths.tolist()} do not match the tokens, log-probabilities and versions in the body")
     if not np.isfinite(tensors["log_probs"]).all() or (tensors["log_probs"] > 1e-3).any():

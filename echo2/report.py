@@ -21,9 +21,12 @@ COLUMNS = ("step", "reward", "exact_match", "staleness/max", "loss", "grad_norm"
 Steps = Sequence[Mapping[str, float]]
 
 
-def write_report(run: RunDirectory, status: Mapping[str, Any], steps: Steps) -> dict[str, Any]:
-    """Write summary.json, report/metrics.jsonl, report/report.md and report/curves.png; returns the summary."""
-    summary = summarise(run.config, status, steps)
+def write_report(run: RunDirectory, status: Mapping[str, Any], steps: Steps, stopped: bool) -> dict[str, Any]:
+    """Write summary.json, report/metrics.jsonl, report/report.md and report/curves.png; returns the summary.
+
+    `stopped` tells that the user ended the run early.
+    """
+    summary = summarise(run.config, status, steps) | {"stopped": stopped}
     write_atomically(run.path / "summary.json", json.dumps(summary, indent=2) + "\n")
     write_atomically(run.report / "metrics.jsonl", "".join(json.dumps(dict(step)) + "\n" for step in steps))
     write_atomically(run.report / "report.md", render_status(status))
@@ -129,7 +132,9 @@ def _plot(run: RunDirectory, steps: Steps) -> None:
     figure, axes = pyplot.subplots(3, 1, figsize=(8, 8), sharex=True, constrained_layout=True)
     at = [step["step"] for step in steps]
     for axis, names in zip(
-        axes, (("reward", "exact_match"), ("staleness/mean", "staleness/max"), ("learner/step_s", "learner/wait_s")), strict=True
+        axes,
+        (("reward", "exact_match"), ("staleness/mean", "staleness/max"), ("learner/step_s", "learner/wait_s")),
+        strict=True,
     ):
         for name in names:
             if name in steps[0]:
@@ -137,7 +142,9 @@ def _plot(run: RunDirectory, steps: Steps) -> None:
         axis.legend(loc="best", frameon=False)
         axis.grid(alpha=0.3)
     axes[1].axhline(run.config.staleness.bound, color="grey", linestyle="--")
-    axes[2].set_ylim(0, sorted(step["learner/step_s"] + step["learner/wait_s"] for step in steps)[int(0.98 * (len(steps) - 1))] * 1.2)
+    axes[2].set_ylim(
+        0, sorted(step["learner/step_s"] + step["learner/wait_s"] for step in steps)[int(0.98 * (len(steps) - 1))] * 1.2
+    )
     axes[-1].set_xlabel("learner step")
     figure.suptitle(run.run_id)
     figure.savefig(run.report / "curves.png", dpi=110)

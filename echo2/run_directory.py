@@ -89,7 +89,9 @@ def create_run(config: Config, resume: bool) -> RunDirectory:
     path = config.run.directory.expanduser() / config.run.name
     if (path / "run.json").exists():
         if not resume:
-            raise UserError(f"{path} already holds a run: add --resume to go on with it, or choose another run.name or run.directory")
+            raise UserError(
+                f"{path} already holds a run: add --resume to go on with it, or choose another run.name or run.directory"
+            )
         return _take_up(path, config)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -117,7 +119,9 @@ def _take_up(path: Path, config: Config) -> RunDirectory:
                 "a resumed run keeps it; restore the setting or choose another run.name"
             )
     if run.config.run.seed != config.run.seed:
-        raise UserError(f"{path} was made with run.seed = {run.config.run.seed}, not {config.run.seed}: a resumed run keeps its seed")
+        raise UserError(
+            f"{path} was made with run.seed = {run.config.run.seed}, not {config.run.seed}: a resumed run keeps its seed"
+        )
     write_atomically(path / "config.toml", dump_toml(config))
     return RunDirectory(path, run.run_id, run.token, config)
 

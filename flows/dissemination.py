@@ -12,7 +12,7 @@ from collections import deque
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
-from prefect.futures import PrefectFuture
+from prefect.futures import PrefectConcurrentFuture
 
 from echo2.dissemination.store import SnapshotStore
 from echo2.hub.client import HubClient
@@ -36,8 +36,8 @@ class Disseminator:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._store = SnapshotStore(session.run.snapshots, session.run.run_id, session.run.token)
-        self._stages: deque[PrefectFuture] = deque()
-        self._last_announcement: PrefectFuture | None = None
+        self._stages: deque[PrefectConcurrentFuture] = deque()
+        self._last_announcement: PrefectConcurrentFuture | None = None
 
     def publish(self) -> dict[str, float]:
         """Export the learner's version and leave the rest to other threads. Raises what an earlier stage raised."""
@@ -57,7 +57,8 @@ class Disseminator:
             self._stages.popleft().result(timeout=self._session.config.dissemination.timeout_s * 2)
 
     def _collect(self) -> None:
-        while self._stages and self._stages[0].state.is_final():
+        # A future's `state` asks Prefect's server, which may be away; the thread behind it knows as well.
+        while self._stages and self._stages[0].wrapped_future.done():
             self._stages.popleft().result()
 
 

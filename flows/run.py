@@ -5,36 +5,50 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from echo2.config import Config
 from echo2.errors import UserError
 from flows.console import say
+from flows.outage import ended_in_spite_of, leave, say_outage_once
 
 INTERRUPTED = 130
 
 
-def run_to_end(config: Config, resume: bool) -> int:
-    """Train every segment of the run; prints a summary and returns the exit code."""
+def run_to_end(config: Config, resume: bool) -> NoReturn:
+    """Train every segment of the run, print a summary and end the process with the exit code."""
     say(f"starting Prefect for run {config.run.name}")
     began = time.monotonic()
+    import httpx
+
     from flows.train import train
 
-    logging.getLogger("prefect.flow_runs").addFilter(_without_traceback_of_user_errors)
+    logging.getLogger("prefect.flow_runs").addFilter(_without_traceback)
+    say_outage_once()
+    outage = False
     while True:
-        summary = train(config, resume=resume)
+        segment_began = time.time()
+        try:
+            summary = train(config, resume=resume)
+        except httpx.TransportError as error:
+            outage = True
+            summary = ended_in_spite_of(
+                error, config.run.directory.expanduser() / config.run.name / "summary.json", segment_began
+            )
         if summary["stopped"]:
             say(f"stopped at step {summary['steps']} of {config.run.steps}; the same command with --resume goes on from there")
-            return INTERRUPTED
+            leave(INTERRUPTED, outage)
         if summary["steps"] >= config.run.steps:
             say(render_summary(summary, config, time.monotonic() - began))
-            return 0
+            leave(0, outage)
         resume = True
 
 
-def _without_traceback_of_user_errors(record: logging.LogRecord) -> bool:
-    """The command line prints such an error in one line, at the end."""
-    return not (record.exc_info and isinstance(record.exc_info[1], UserError))
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """Errors that the command line explains in one line at the end are not shown by Prefect as well."""
+    import httpx
+
+    return not (record.exc_info and isinstance(record.exc_info[1], UserError | httpx.TransportError))
 
 
 def render_summary(summary: Mapping[str, Any], config: Config, elapsed_s: float) -> str:

@@ -59,7 +59,6 @@ class Session:
                 f"look into {self.run.logs}, or start workers with: echo2 worker --hub {self.hub.url}"
             )
 
-
     def check_stop(self) -> None:
         """Raises Stopped if the user asked the segment to end."""
         if self.stop_requested.is_set():

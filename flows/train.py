@@ -31,8 +31,7 @@ def train(config: Config, resume: bool = False) -> dict[str, Any]:
             train_segment(session)
         except Stopped:
             session.checkpoint()
-        summary = write_report(session.run, session.hub.status(), session.hub.steps())
-        return summary | {"stopped": session.stop_requested.is_set()}
+        return write_report(session.run, session.hub.status(), session.hub.steps(), session.stop_requested.is_set())
 
 
 def train_segment(session: Session) -> None:

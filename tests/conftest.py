@@ -70,7 +70,9 @@ def publish():
 
     def put(run, client, version, payload=None):
         store = SnapshotStore(run.snapshots, run.run_id, run.token)
-        store.publish(version, payload or f"weights of version {version} ".encode() * 1000, run.config.dissemination.chunk_bytes)
+        store.publish(
+            version, payload or f"weights of version {version} ".encode() * 1000, run.config.dissemination.chunk_bytes
+        )
         return client.announce(version)
 
     return put

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2 import config as config_module
-from echo2.config import Config, Section, dump_toml, load_config, override
+from echo2.config import Config, ReverseDigitsTask, Section, dump_toml, load_config, override
 from echo2.errors import ConfigError
 
 SECTIONS = [kind for kind in vars(config_module).values() if isinstance(kind, type) and issubclass(kind, Section)]
@@ -192,3 +192,23 @@ def test_a_dumped_configuration_reads_back_equal(
     file.write_text(dump_toml(config), encoding="utf-8")
     assert load_config([file]) == config
     assert Config.model_validate(config.model_dump(mode="json")) == config
+
+
+def test_a_task_section_without_a_type_changes_the_default_task(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("[task]\nmax_digits = 9\n")
+    assert load_config([file]) == load_config([], ["task.max_digits=9"])
+    assert load_config([file]).task == ReverseDigitsTask(max_digits=9)
+
+
+def test_a_key_is_named_as_it_is_written():
+    assert refusal("task.type=arithmetic", "task.max_operand=0").startswith("task.max_operand = 0: ")
+    assert refusal("task.max_digit=9").startswith("unknown key task.max_digit = 9: ")
+    assert refusal("task.type=python").startswith("task.path")
+
+
+@pytest.mark.parametrize(
+    "setting", ["run.steps=true", "learner.learning_rate=true", "hub.port='80'", "batch.groups=2.5", "run.steps=1e3"]
+)
+def test_a_value_of_another_kind_is_refused_rather_than_converted(setting):
+    assert refusal(setting).startswith(setting.split("=")[0] + " = ")

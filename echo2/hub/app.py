@@ -99,13 +99,16 @@ class Guard:
     def _refusal(self, scope: Scope) -> Response | None:
         headers = dict(scope["headers"])
         if scope["path"] != "/health" and not hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
-            return _refusal(401, "the request does not carry this run's token: set ECHO2_TOKEN to the content of the run's file `token`")
+            return _refusal(
+                401, "the request does not carry this run's token: set ECHO2_TOKEN to what the run's file `token` holds"
+            )
         if b"transfer-encoding" in headers:
             return _refusal(411, "the request does not say how long its body is: send Content-Length")
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > self._max_body_bytes:
             return _refusal(
-                413, f"a body of {length.decode(errors='replace')} bytes exceeds hub.max_body_bytes = {self._max_body_bytes}: send less"
+                413,
+                f"a body of {length.decode(errors='replace')} bytes exceeds hub.max_body_bytes = {self._max_body_bytes}: send less",
             )
         return None
 

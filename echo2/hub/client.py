@@ -110,7 +110,9 @@ class HubClient:
         deadline = time.monotonic() + timeout_s
         while True:
             wait_s = max(0.0, min(POLL_S, deadline - time.monotonic()))
-            answer = self._request("GET", f"/v1/snapshots/{version}/receivers", params={"wait_s": wait_s}, extra_s=wait_s).json()
+            answer = self._request(
+                "GET", f"/v1/snapshots/{version}/receivers", params={"wait_s": wait_s}, extra_s=wait_s
+            ).json()
             if not answer["waiting"] or time.monotonic() >= deadline:
                 return answer["loaded"], answer["waiting"]
 
@@ -169,7 +171,9 @@ class HubClient:
         try:
             answer = attempts(self._http.request, method, path, timeout=self._timeout_s + extra_s, **arguments)
         except httpx.TransportError as error:
-            raise HubUnavailable(f"hub {self.url} did not answer for {self.patience_s:g} s ({error!r}): is it running?") from None
+            raise HubUnavailable(
+                f"hub {self.url} did not answer for {self.patience_s:g} s ({error!r}): is it running?"
+            ) from None
         self._last_contact = time.monotonic()
         if answer.status_code >= 400:
             self._raise_refusal(answer)

@@ -1,7 +1,7 @@
 """The ledger's SQLite file.
 
-Invariants: what a transaction committed survives kill −9; what was committed before a `durable` transaction ended survives power
-loss too; a file of another run is refused; one process writes to it.
+Invariants: what a transaction committed survives kill −9; what was committed before a `durable` transaction ended survives
+power loss too; a file of another run is refused; one process writes to it.
 """
 
 from __future__ import annotations

@@ -255,7 +255,15 @@ class Ledger:
         for r in group.rollouts:
             inserted = db.execute(
                 "INSERT OR IGNORE INTO rollouts VALUES (?, ?, ?, ?, ?, ?, NULL, ?)",
-                (group.group_id, r.member, group.attempt, worker_id, int(r.versions.min()), len(r.token_ids), encode_rollout(r)),
+                (
+                    group.group_id,
+                    r.member,
+                    group.attempt,
+                    worker_id,
+                    int(r.versions.min()),
+                    len(r.token_ids),
+                    encode_rollout(r),
+                ),
             )
             tokens += len(r.token_ids) * inserted.rowcount
         failed = set(json.loads(row["failed_members"])) | {f.member for f in group.failures}
@@ -294,7 +302,9 @@ class Ledger:
     def assign(self, step: int) -> list[int] | None:
         """The group ids of the batch for `step`, oldest version first; None while it is not full. Asking again gives the same."""
         if step != self.current_step:
-            raise UserError(f"step {step} was asked for, but the ledger stands at step {self.current_step}: resume from a checkpoint")
+            raise UserError(
+                f"step {step} was asked for, but the ledger stands at step {self.current_step}: resume from a checkpoint"
+            )
         size = self._rules.groups_per_batch
         with self._db.transaction() as db:
             assigned = self._assigned(step)

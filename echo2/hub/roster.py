@@ -40,7 +40,9 @@ class Roster:
         worker_id = f"{name}-{secrets.token_hex(3)}"
         now = self._clock()
         with self._db.transaction() as db:
-            former = [r["worker_id"] for r in self._db.rows("SELECT worker_id FROM workers WHERE name = ? AND state = 'live'", name)]
+            former = [
+                r["worker_id"] for r in self._db.rows("SELECT worker_id FROM workers WHERE name = ? AND state = 'live'", name)
+            ]
             db.execute("UPDATE workers SET state = 'lost' WHERE name = ? AND state = 'live'", (name,))
             db.execute(
                 "INSERT INTO workers VALUES (?, ?, 'live', ?, ?, ?)", (worker_id, name, now, now, Telemetry().model_dump_json())
@@ -118,15 +120,14 @@ class Roster:
     def open_interval(self, name: str, offer: str, price_usd_per_hour: float) -> None:
         """A worker was launched and is paid for from now on."""
         with self._db.transaction() as db:
-            db.execute(
-                "INSERT INTO paid_intervals VALUES (?, ?, ?, ?, NULL)", (name, offer, price_usd_per_hour, self._clock())
-            )
+            db.execute("INSERT INTO paid_intervals VALUES (?, ?, ?, ?, NULL)", (name, offer, price_usd_per_hour, self._clock()))
 
     def close_interval(self, name: str) -> None:
         """The worker was terminated: nothing more is paid for it."""
         with self._db.transaction() as db:
             db.execute(
-                "UPDATE paid_intervals SET terminated_at_s = ? WHERE name = ? AND terminated_at_s IS NULL", (self._clock(), name)
+                "UPDATE paid_intervals SET terminated_at_s = ? WHERE name = ? AND terminated_at_s IS NULL",
+                (self._clock(), name),
             )
 
     def cost_usd(self) -> float:

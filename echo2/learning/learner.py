@@ -29,10 +29,13 @@ class LearnerError(UserError):
 
 
 class Learner:
-    """Holds float32 weights and AdamW's state at `version`."""
+    """Float32 weights and AdamW's state at `version`, begun from the model in `model_folder`."""
 
-    def __init__(self, model: Any, settings: LearnerSection, temperature: float, export_dtype: Dtype) -> None:
+    def __init__(
+        self, model: Any, model_folder: Path, settings: LearnerSection, temperature: float, export_dtype: Dtype
+    ) -> None:
         self.model = model
+        self.model_folder = model_folder
         self.version = 0
         self._settings = settings
         self._temperature = temperature
@@ -53,7 +56,7 @@ class Learner:
         torch.set_num_threads(config.learner.threads)
         model = load_model(model_folder, "float32", resolve_device(config.learner.device))
         check_head(model)
-        return cls(model, config.learner, config.sampling.temperature, config.model.dtype)
+        return cls(model, model_folder, config.learner, config.sampling.temperature, config.model.dtype)
 
     def train_step(self, batch: Batch) -> dict[str, float]:
         """Train version `batch.step` on `batch` into the next one, and return the step's metrics.

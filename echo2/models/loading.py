@@ -62,7 +62,9 @@ def build_model(folder: Path, dtype: Dtype, device: torch.device) -> Any:
         with device:
             model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype], attn_implementation="sdpa")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model {folder} cannot be built ({error}): config.json must describe a causal language model") from error
+        raise ConfigError(
+            f"model {folder} cannot be built ({error}): config.json must describe a causal language model"
+        ) from error
     return model.eval()
 
 

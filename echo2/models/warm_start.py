@@ -20,9 +20,10 @@ from echo2.tasks.tokenizer import TextTokenizer
 
 LEARNING_RATE = 3e-3
 WARMUP_STEPS = 20
-BATCH_PROMPTS = 64
+BATCH_PROMPTS = 128
 HELD_OUT_PROMPTS = 512
 MAX_STEPS = 3000
+PROGRESS_STEPS = 10
 FIRST_PROMPT = 1 << 40
 """Index of the first supervised prompt, far from those that a run reaches; held-out prompts begin at twice this."""
 IGNORED = -100
@@ -52,18 +53,18 @@ def warm_start(model: Any, task: Task, tokenizer: TextTokenizer, target: float, 
     """
     held_out = make_examples(task, tokenizer, 2 * FIRST_PROMPT, HELD_OUT_PROMPTS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
-    exact_match = 0.0
     for step in range(1, MAX_STEPS + 1):
         optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1.0, step / WARMUP_STEPS)
         examples = make_examples(task, tokenizer, FIRST_PROMPT + step * BATCH_PROMPTS, BATCH_PROMPTS)
-        seen = _supervised_step(model, optimizer, examples)
+        exact_match = _supervised_step(model, optimizer, examples)
         # The batch's own figure is noisy but free; the held-out one is worth its time only near the target.
-        if seen >= target / 2:
+        if exact_match >= target / 2:
             with torch.no_grad():
                 exact_match = answer_probabilities(_log_probs(model, held_out)).mean().item()
-            progress(f"warm start: step {step}, exact match {exact_match:.2f} of {target:.2f}")
-        if exact_match >= target:
-            return WarmStart(step, exact_match)
+            if exact_match >= target:
+                return WarmStart(step, exact_match)
+        if step % PROGRESS_STEPS == 0:
+            progress(f"warm start: {step} supervised steps, exact match {exact_match:.2f} of {target:.2f}")
     raise ConfigError(
         f"model.warm_start_exact_match = {target:g} was not reached on {type(task).__name__} in {MAX_STEPS} supervised steps "
         f"(last {exact_match:.2f}): lower it or choose an easier task"

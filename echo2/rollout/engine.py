@@ -24,9 +24,7 @@ class Engine(ABC):
         """Take the weights of `version` from safetensors bytes; the same names as the learner's. Raises SnapshotError."""
 
     @abstractmethod
-    def generate(
-        self, leases: Sequence[Lease], sampling: Sampling, should_stop: Callable[[], bool]
-    ) -> Iterator[GroupRollouts]:
+    def generate(self, leases: Sequence[Lease], sampling: Sampling, should_stop: Callable[[], bool]) -> Iterator[GroupRollouts]:
         """Generate the groups of `leases`.
 
         When `should_stop()` turns true, what is finished is yielded (perhaps fewer members than asked for) and the rest left.

@@ -1,0 +1,92 @@
+"""Text to ids and back, and whether task and tokenizer fit."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
+
+from echo2.config import ReverseDigitsTask
+from echo2.errors import ConfigError
+from echo2.tasks.catalog import make_task
+from echo2.tasks.tokenizer import CHARACTERS, TextTokenizer, character_tokenizer, check_agreement, load_tokenizer
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tokenizer = character_tokenizer()
+    tokenizer.save(tmp_path / "tokenizer.json")
+    write(tmp_path / "config.json", {"eos_token_id": 2, "pad_token_id": 0})
+    return tmp_path
+
+
+def write(file, content):
+    file.write_text(json.dumps(content))
+
+
+@given(st.text(CHARACTERS, max_size=20))
+def test_text_becomes_one_token_a_character_and_comes_back(text):
+    tokenizer = character_tokenizer()
+    ids = tokenizer.encode(text)
+    assert len(ids) == len(text)
+    assert tokenizer.decode(ids) == text
+
+
+def test_the_character_tokenizer_has_54_tokens_and_one_end():
+    tokenizer = character_tokenizer()
+    assert (tokenizer.vocab_size, tokenizer.eos_token_ids, tokenizer.pad_token_id) == (54, (2,), 0)
+
+
+def test_a_special_token_inside_an_answer_is_seen():
+    assert character_tokenizer().decode([8, 0, 4]) == "4<pad>0"
+
+
+def test_a_saved_tokenizer_is_read_back(folder):
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.encode("rev 40=") == character_tokenizer().encode("rev 40=")
+    assert (tokenizer.eos_token_ids, tokenizer.pad_token_id) == ((2,), 0)
+
+
+def test_several_end_tokens_come_from_the_generation_config(folder):
+    write(folder / "generation_config.json", {"eos_token_id": [2, 1], "pad_token_id": None})
+    tokenizer = load_tokenizer(folder)
+    assert (tokenizer.eos_token_ids, tokenizer.pad_token_id) == ((2, 1), 0)
+
+
+def test_without_a_pad_token_the_first_end_token_serves(folder):
+    write(folder / "config.json", {"eos_token_id": [2, 1]})
+    assert load_tokenizer(folder).pad_token_id == 2
+
+
+@pytest.mark.parametrize("end", [None, [], "</s>", [2, None]])
+def test_a_model_without_an_end_token_is_refused(folder, end):
+    write(folder / "config.json", {"eos_token_id": end})
+    with pytest.raises(ConfigError, match="eos_token_id"):
+        load_tokenizer(folder)
+
+
+def test_missing_and_damaged_files_are_named(folder):
+    text = (folder / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(text[: len(text) // 2])
+    with pytest.raises(ConfigError, match=r"tokenizer\.json is not valid JSON"):
+        load_tokenizer(folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be read"):
+        load_tokenizer(folder)
+
+
+def test_a_task_and_a_tokenizer_that_fit_agree():
+    check_agreement(make_task(ReverseDigitsTask(), 0), character_tokenizer())
+
+
+def test_characters_that_the_tokenizer_cannot_encode_are_named():
+    task = make_task(ReverseDigitsTask(), 0)
+    task.required_characters = frozenset("17Ω#")
+    with pytest.raises(ConfigError, match="'#Ω'"):
+        check_agreement(task, character_tokenizer())
+
+
+def test_a_tokenizer_that_drops_what_it_does_not_know_is_found_out():
+    tokenizer = TextTokenizer(Tokenizer(models.BPE({"a": 0, " ": 1}, [])), (0,), 0)
+    assert [tokenizer.can_encode(character) for character in "a b"] == [True, True, False]

@@ -1,0 +1,75 @@
+"""The examples run: a task of one's own through hub and scoring, and the parameters of a scheduled run."""
+
+import inspect
+import runpy
+from pathlib import Path
+
+import pytest
+
+from echo2.config import load_config
+from echo2.tasks.base import checked_score
+from echo2.tasks.catalog import make_task
+from echo2.tasks.tokenizer import character_tokenizer, check_agreement
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.fixture
+def vowels(monkeypatch):
+    """The settings of the example task, importable here and where the hub runs."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES))
+    return load_config([EXAMPLES / "vowels.toml"])
+
+
+def test_the_example_task_gives_the_same_prompts_always_and_judges_completions(vowels):
+    task, again = (make_task(vowels.task, seed=3) for _ in range(2))
+    assert [task.prompt(index) for index in range(50)] == [again.prompt(index) for index in range(50)]
+    assert len({task.prompt(index) for index in range(50)}) > 40
+    check_agreement(task, character_tokenizer())
+    for index in range(20):
+        answer = task.answer(index)
+        assert len(answer) == 3
+        assert checked_score(task, index, answer, finished=True).metrics == {"exact_match": 1.0}
+        assert checked_score(task, index, answer, finished=False).metrics == {"exact_match": 0.0}
+        assert checked_score(task, index, answer + "x", finished=True).reward == 0.75
+        assert checked_score(task, index, "", finished=True).reward == 0.0
+
+
+def test_the_example_task_is_scored_by_a_hub(vowels, make_run, serve, publish, start_worker):
+    task = make_task(vowels.task, seed=0)
+    settings = ["task.type=python", "task.path=vowel_task:VowelTask", "task.options={syllables=3}"]
+    run = make_run(*settings, "batch.groups=2", "batch.members=3", "batch.drop_zero_variance=false", "run.steps=2")
+    _, client = serve(run)
+    publish(run, client, 0)
+    start_worker(client, run.token, "w", "worker.simulated_group_latency_s=0.05")
+    batch = client.take_batch(0)
+    tokenizer = character_tokenizer()
+    for group in batch.groups:
+        assert tokenizer.decode(group.prompt_token_ids) == task.prompt(group.group_id)
+        for member in group.members:
+            token_ids = [t for t in member.rollout.token_ids.tolist() if t not in tokenizer.eos_token_ids]
+            finished = member.rollout.finish_reason == "stop"
+            assert member.reward == task.score(group.group_id, tokenizer.decode(token_ids), finished).reward
+    assert 0.0 <= batch.scored["exact_match"] <= 1.0
+
+
+def test_the_scheduled_run_is_served_with_parameters_that_the_flow_takes(monkeypatch):
+    from flows.train import train
+
+    served = []
+    signature = inspect.signature(type(train).serve)
+    monkeypatch.setattr(type(train), "serve", lambda *flow, **arguments: served.append(signature.bind(*flow, **arguments)))
+    monkeypatch.chdir(EXAMPLES.parent)
+    runpy.run_path(str(EXAMPLES / "nightly.py"), run_name="__main__")
+    [call] = served
+    assert call.arguments["self"] is train and call.arguments["cron"]
+    parameters = train.validate_parameters(call.arguments["parameters"])
+    assert parameters["config"].run.name == "nightly" and parameters["resume"] is True
+
+
+def test_the_gpu_example_waits_for_workers_that_others_start():
+    config = load_config([EXAMPLES / "gpu.toml"])
+    assert (config.fleet.workers, config.hub.host) == (0, "0.0.0.0")
+    assert f":{config.hub.port}" in (EXAMPLES / "worker.sky.yaml").read_text()
+    assert f"worker.slots={config.worker.slots}" in (EXAMPLES / "worker.sky.yaml").read_text()
