@@ -306,7 +306,7 @@ class Config(Section):
         if self.dissemination.retain_snapshots < bound + interval:
             raise ValueError(
                 f"dissemination.retain_snapshots = {self.dissemination.retain_snapshots} is below staleness.bound "
-                f"+ publish_interval = {bound + interval}: a snapshot still in use would be deleted; raise it to {bound + interval}"
+                f"+ publish_interval = {bound + interval}: a snapshot in use would be deleted; raise it to {bound + interval}"
             )
         if self.batch.drop_zero_variance and self.batch.members == 1:
             raise ValueError(

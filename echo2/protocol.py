@@ -133,7 +133,7 @@ class TrainingGroup:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """B groups assigned to one step, and the means over every group that was scored for it (dropped ones included)."""
+    """B groups assigned to one step, and the means over every group that was scored for it, dropped ones included."""
 
     step: int
     groups: tuple[TrainingGroup, ...]
@@ -150,7 +150,7 @@ def encode_group(group: GroupRollouts) -> bytes:
         "finish_reasons": [r.finish_reason for r in group.rollouts],
         "failures": [f.model_dump() for f in group.failures],
     }
-    return save(_pack([r for r in group.rollouts]), metadata={"echo2": json.dumps(header)})
+    return save(_pack(list(group.rollouts)), metadata={"echo2": json.dumps(header)})
 
 
 def decode_group(body: bytes) -> GroupRollouts:

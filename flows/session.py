@@ -55,7 +55,8 @@ class Session:
         silence_s = time.monotonic() - self._last_sign_of_life
         if silence_s > self.config.fleet.start_timeout_s:
             raise WaitTimeout(
-                f"no worker has been alive for {silence_s:.0f} s, over fleet.start_timeout_s = {self.config.fleet.start_timeout_s:g}: "
+                f"no worker has been alive for {silence_s:.0f} s, over fleet.start_timeout_s = "
+                f"{self.config.fleet.start_timeout_s:g}: "
                 f"look into {self.run.logs}, or start workers with: echo2 worker --hub {self.hub.url}"
             )
 

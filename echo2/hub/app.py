@@ -108,7 +108,7 @@ class Guard:
         if not length.isdigit() or int(length) > self._max_body_bytes:
             return _refusal(
                 413,
-                f"a body of {length.decode(errors='replace')} bytes exceeds hub.max_body_bytes = {self._max_body_bytes}: send less",
+                f"the body is not of 0 to hub.max_body_bytes = {self._max_body_bytes} bytes: send less",
             )
         return None
 

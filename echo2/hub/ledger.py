@@ -120,7 +120,8 @@ class Ledger:
             first = self._db.value("SELECT MAX(group_id) + 1 FROM groups")
             for group_id in range(first, first + max(0, room)):
                 db.execute(
-                    "INSERT INTO groups (group_id, state, attempt, worker_id, lease_version, leased_at_s) VALUES (?, 'leased', 0, ?, ?, ?)",
+                    "INSERT INTO groups (group_id, state, attempt, worker_id, lease_version, leased_at_s)"
+                    " VALUES (?, 'leased', 0, ?, ?, ?)",
                     (group_id, worker_id, version, self._clock()),
                 )
                 leased.append(self._lease_again(db, group_id, worker_id, version))
@@ -158,7 +159,8 @@ class Ledger:
     def _lease_again(self, db: sqlite3.Connection, group_id: int, worker_id: str, version: int) -> LeasedGroup:
         now = self._clock()
         db.execute(
-            "UPDATE groups SET attempt = attempt + 1, worker_id = ?, lease_version = ?, deadline_s = ?, leased_at_s = ? WHERE group_id = ?",
+            "UPDATE groups SET attempt = attempt + 1, worker_id = ?, lease_version = ?, deadline_s = ?, leased_at_s = ?"
+            " WHERE group_id = ?",
             (worker_id, version, now + self._rules.lease_timeout_s, now, group_id),
         )
         attempt = self._db.value("SELECT attempt FROM groups WHERE group_id = ?", group_id)
@@ -300,7 +302,7 @@ class Ledger:
     # --- steps
 
     def assign(self, step: int) -> list[int] | None:
-        """The group ids of the batch for `step`, oldest version first; None while it is not full. Asking again gives the same."""
+        """The group ids of the batch for `step`, oldest version first; None while it is not full. Always the same."""
         if step != self.current_step:
             raise UserError(
                 f"step {step} was asked for, but the ledger stands at step {self.current_step}: resume from a checkpoint"
@@ -370,13 +372,14 @@ class Ledger:
         pruned = int(self._db.get("payloads_pruned_below_step") or 0)
         if oldest_checkpoint > pruned:
             db.execute(
-                "UPDATE rollouts SET payload = NULL WHERE group_id IN (SELECT group_id FROM groups WHERE step >= ? AND step < ?)",
+                "UPDATE rollouts SET payload = NULL WHERE group_id IN"
+                " (SELECT group_id FROM groups WHERE step >= ? AND step < ?)",
                 (pruned, oldest_checkpoint),
             )
             self._db.set("payloads_pruned_below_step", str(oldest_checkpoint))
 
     def _expire_stale(self, db: sqlite3.Connection, step: int) -> None:
-        """Drop what can no longer be trained; an open lease without tokens stays, since its next worker brings a newer version."""
+        """Drop what can no longer be trained; an open lease without tokens stays: its next worker brings a newer version."""
         oldest = oldest_trainable_version(step, self._rules.staleness_bound)
         for row in self._db.rows(
             "SELECT group_id, COALESCE(oldest_version, lease_version) AS version FROM groups"

@@ -49,7 +49,7 @@ class HubProcess:
         self._started_at = time.monotonic()
 
     def wait_ready(self) -> None:
-        """Wait until the hub answers; raises UserError with its last words if it ends instead, WaitTimeout if it takes too long."""
+        """Wait until the hub answers; raises UserError with its last words if it ends instead, WaitTimeout after too long."""
         deadline = time.monotonic() + self._run.config.hub.start_timeout_s
         probe = HubClient(self.url, self._run.token, request_timeout_s=2.0, patience_s=0.0)
         try:

@@ -31,7 +31,7 @@ class Background:
     def _guarded(self) -> None:
         try:
             self._loop()
-        except BaseException as error:  # handed to the main thread, which ends the worker with it
+        except BaseException as error:  # noqa: BLE001 - handed to the main thread, which ends the worker with it
             self._error = error
 
     def _loop(self) -> None:
