@@ -89,7 +89,7 @@ class RolloutFailure(Wire):
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One member: `token_ids` int32 [n], `log_probs` float32 [n], `versions` int32 [n] (the version that sampled each token)."""
+    """One member of n tokens: `token_ids` int32 [n], `log_probs` float32 [n], `versions` int32 [n] that sampled each token."""
 
     member: int
     token_ids: np.ndarray

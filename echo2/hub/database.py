@@ -7,7 +7,7 @@ power loss too; a file of another run is refused; one process writes to it.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
@@ -35,7 +35,7 @@ class Database:
             raise UserError(f"ledger {path} belongs to run {owner}, not to {run_id}: choose another run.name or run.directory")
 
     @contextmanager
-    def transaction(self, durable: bool = False) -> Iterator[sqlite3.Connection]:
+    def transaction(self, durable: bool = False) -> Iterator[None]:
         """All or nothing: commits at the end of the block, rolls back if it raises.
 
         A `durable` one waits until it and all before it are on the disk: a millisecond, too long for every rollout.
@@ -43,11 +43,17 @@ class Database:
         self._connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
         self._connection.execute("BEGIN IMMEDIATE")
         try:
-            yield self._connection
+            yield
         except BaseException:
             self._connection.execute("ROLLBACK")
             raise
         self._connection.execute("COMMIT")
+
+    def execute(self, sql: str, parameters: Sequence[object] = ()) -> sqlite3.Cursor:
+        return self._connection.execute(sql, parameters)
+
+    def executemany(self, sql: str, parameters: Sequence[Sequence[object]]) -> None:
+        self._connection.executemany(sql, parameters)
 
     def rows(self, sql: str, *parameters: object) -> list[sqlite3.Row]:
         return self._connection.execute(sql, parameters).fetchall()

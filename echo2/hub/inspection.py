@@ -7,7 +7,8 @@ from typing import Any
 
 from echo2.errors import UserError
 from echo2.hub.database import Database
-from echo2.hub.ledger import Ledger, rules_of
+from echo2.hub.group_book import rules_of
+from echo2.hub.ledger import Ledger
 from echo2.hub.roster import Roster
 from echo2.hub.statistics import Statistics
 from echo2.run_directory import RunDirectory, open_run

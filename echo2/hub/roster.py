@@ -39,12 +39,12 @@ class Roster:
         """Enter a worker; returns its new id and the ids under which the same name was live before (now lost)."""
         worker_id = f"{name}-{secrets.token_hex(3)}"
         now = self._clock()
-        with self._db.transaction() as db:
+        with self._db.transaction():
             former = [
                 r["worker_id"] for r in self._db.rows("SELECT worker_id FROM workers WHERE name = ? AND state = 'live'", name)
             ]
-            db.execute("UPDATE workers SET state = 'lost' WHERE name = ? AND state = 'live'", (name,))
-            db.execute(
+            self._db.execute("UPDATE workers SET state = 'lost' WHERE name = ? AND state = 'live'", (name,))
+            self._db.execute(
                 "INSERT INTO workers VALUES (?, ?, 'live', ?, ?, ?)", (worker_id, name, now, now, Telemetry().model_dump_json())
             )
         self.note("worker registered", worker_id, "")
@@ -56,8 +56,8 @@ class Roster:
         if row is None or row["state"] != "live":
             state = row["state"] if row else "unknown"
             raise UserError(f"worker {worker_id} is {state} to this hub: register again")
-        with self._db.transaction() as db:
-            db.execute(
+        with self._db.transaction():
+            self._db.execute(
                 "UPDATE workers SET last_seen_at_s = ?, telemetry = ? WHERE worker_id = ?",
                 (self._clock(), telemetry.model_dump_json(), worker_id),
             )
@@ -67,26 +67,28 @@ class Roster:
 
     def leave(self, worker_id: str) -> None:
         """The worker said good-bye."""
-        with self._db.transaction() as db:
-            db.execute("UPDATE workers SET state = 'left', last_seen_at_s = ? WHERE worker_id = ?", (self._clock(), worker_id))
+        with self._db.transaction():
+            self._db.execute(
+                "UPDATE workers SET state = 'left', last_seen_at_s = ? WHERE worker_id = ?", (self._clock(), worker_id)
+            )
         self.note("worker left", worker_id, "")
 
     def lose_silent(self, timeout_s: float) -> list[str]:
         """Mark as lost who was silent for longer than `timeout_s`; returns their ids."""
-        with self._db.transaction() as db:
+        with self._db.transaction():
             rows = self._db.rows(
                 "SELECT worker_id FROM workers WHERE state = 'live' AND last_seen_at_s < ?", self._clock() - timeout_s
             )
             silent = [r["worker_id"] for r in rows]
-            db.executemany("UPDATE workers SET state = 'lost' WHERE worker_id = ?", [(w,) for w in silent])
+            self._db.executemany("UPDATE workers SET state = 'lost' WHERE worker_id = ?", [(w,) for w in silent])
         for worker_id in silent:
             self.note("worker lost", worker_id, f"silent for more than {timeout_s:g} s")
         return silent
 
     def forgive_silence(self) -> None:
         """The hub itself was away: nobody's silence during that time counts."""
-        with self._db.transaction() as db:
-            db.execute("UPDATE workers SET last_seen_at_s = ? WHERE state = 'live'", (self._clock(),))
+        with self._db.transaction():
+            self._db.execute("UPDATE workers SET last_seen_at_s = ? WHERE state = 'live'", (self._clock(),))
 
     def live_workers(self) -> list[WorkerRecord]:
         now = self._clock()
@@ -105,8 +107,8 @@ class Roster:
 
     def record_load(self, worker_id: str, version: int, snapshot_id: str, announced_at_s: float, fetch_s: float) -> None:
         """A worker generates with `version` from now on."""
-        with self._db.transaction() as db:
-            db.execute(
+        with self._db.transaction():
+            self._db.execute(
                 "INSERT OR IGNORE INTO disseminations VALUES (?, ?, ?, ?, ?, ?)",
                 (version, snapshot_id, announced_at_s, worker_id, self._clock(), fetch_s),
             )
@@ -119,13 +121,15 @@ class Roster:
 
     def open_interval(self, name: str, offer: str, price_usd_per_hour: float) -> None:
         """A worker was launched and is paid for from now on."""
-        with self._db.transaction() as db:
-            db.execute("INSERT INTO paid_intervals VALUES (?, ?, ?, ?, NULL)", (name, offer, price_usd_per_hour, self._clock()))
+        with self._db.transaction():
+            self._db.execute(
+                "INSERT INTO paid_intervals VALUES (?, ?, ?, ?, NULL)", (name, offer, price_usd_per_hour, self._clock())
+            )
 
     def close_interval(self, name: str) -> None:
         """The worker was terminated: nothing more is paid for it."""
-        with self._db.transaction() as db:
-            db.execute(
+        with self._db.transaction():
+            self._db.execute(
                 "UPDATE paid_intervals SET terminated_at_s = ? WHERE name = ? AND terminated_at_s IS NULL",
                 (self._clock(), name),
             )
@@ -143,5 +147,5 @@ class Roster:
     def note(self, kind: str, subject: str, detail: str | dict) -> None:
         """Remember that something happened."""
         text = detail if isinstance(detail, str) else json.dumps(detail)
-        with self._db.transaction() as db:
-            db.execute("INSERT INTO events VALUES (?, ?, ?, ?)", (self._clock(), kind, subject, text))
+        with self._db.transaction():
+            self._db.execute("INSERT INTO events VALUES (?, ?, ?, ?)", (self._clock(), kind, subject, text))

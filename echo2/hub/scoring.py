@@ -1,6 +1,7 @@
 """Scoring of completions in processes of their own.
 
-Invariants: a completion whose scoring raises, hangs, or gives what is not a finite number has no reward (it is not 0); one bad completion does not cost its group the others; a scoring process that hangs is killed and replaced.
+Invariants: a completion whose scoring raises, hangs, or gives what is not a finite number has no reward (it is not 0); one bad
+completion does not cost its group the others; a scoring process that hangs is killed and replaced.
 """
 
 from __future__ import annotations

@@ -16,8 +16,9 @@ from echo2.dissemination.manifest import Manifest
 from echo2.dissemination.store import SnapshotStore
 from echo2.errors import SnapshotError, UserError
 from echo2.hub.database import Database
+from echo2.hub.group_book import rules_of
 from echo2.hub.inspection import describe_run
-from echo2.hub.ledger import LeasedGroup, Ledger, PostOutcome, rules_of
+from echo2.hub.ledger import LeasedGroup, Ledger, PostOutcome
 from echo2.hub.roster import Roster
 from echo2.hub.scoring import ScoringPool
 from echo2.hub.signals import Signal
@@ -188,7 +189,7 @@ class Hub:
         return await self.groups_ready.poll(lambda: self.durably(self._batch_now, step), wait_s)
 
     def _batch_now(self, step: int) -> Batch | None:
-        assigned = self.ledger.assign(step)
+        assigned = self.ledger.batches.assign(step)
         if assigned is None:
             return None
         groups = []
@@ -196,16 +197,16 @@ class Hub:
             prompt = tuple(self._tokenizer.encode(self._task.prompt(self.prompt_of(group_id))))
             members = tuple(m for m in self.ledger.rollouts_of(group_id) if m.reward == m.reward)
             groups.append(TrainingGroup(group_id, prompt, members))
-        return Batch(step, tuple(groups), self.ledger.scored_means(step))
+        return Batch(step, tuple(groups), self.ledger.batches.scored_means(step))
 
     async def commit(self, step: int, metrics: dict[str, float], oldest_checkpoint: int) -> None:
-        await self.durably(self.ledger.commit, step, metrics, oldest_checkpoint)
+        await self.durably(self.ledger.batches.commit, step, metrics, oldest_checkpoint)
         self.leases_open.fire()
         self.groups_ready.fire()
 
     async def resume(self, version: int) -> int:
         """The learner starts from `version`; newer snapshots are taken back. Returns how many steps will be replayed."""
-        replayed = await self.durably(self.ledger.resume, version)
+        replayed = await self.durably(self.ledger.batches.resume, version)
         for withdrawn in self.store.withdraw_after(version):
             await self.durably(self.roster.note, "snapshot withdrawn", f"version {withdrawn}", "the learner resumed before it")
         return replayed

@@ -1,8 +1,8 @@
 """The rollout worker: keeps its engine at the newest snapshot, generates what it leases, hands in what it made.
 
 Invariants: no lease is taken before a snapshot was loaded; weights change only between generations; what was generated is
-handed in until the hub has acknowledged it; heartbeats come from a thread of their own, however busy generation is; after SIGTERM the
-finished members are handed in and the rest is returned within the notice; a worker that cannot reach its hub for
+handed in until the hub has acknowledged it; heartbeats come from a thread of their own, however busy generation is; after
+SIGTERM the finished members are handed in and the rest is returned within the notice; a worker that cannot reach its hub for
 `worker.orphan_timeout_s` ends itself.
 """
 

@@ -5,7 +5,8 @@ import pytest
 
 from echo2.errors import UserError
 from echo2.hub.database import Database
-from echo2.hub.ledger import Ledger, LedgerRules, MemberScore
+from echo2.hub.group_book import LedgerRules
+from echo2.hub.ledger import Ledger, MemberScore
 from echo2.protocol import BodyError, GroupRollouts, Rollout, RolloutFailure
 
 RULES = LedgerRules(
@@ -107,13 +108,13 @@ def test_an_overdue_attempt_that_comes_before_the_next_one_is_taken(ledger, cloc
 def test_a_group_too_old_for_the_next_step_is_stale_and_one_just_young_enough_is_not(ledger):
     held = ledger.lease("w", 0, 2)
     generate_and_score(ledger, "v")
-    ledger.assign(0)
-    ledger.commit(0, {}, 0)
+    ledger.batches.assign(0)
+    ledger.batches.commit(0, {}, 0)
     assert ledger.post("w", whole_group(held[0], version=0)) == "accepted"  # step 1, version 0, S = 1
     ledger.announce(1)
     generate_and_score(ledger, "v", version=1, count=2)
-    ledger.assign(1)
-    ledger.commit(1, {}, 0)
+    ledger.batches.assign(1)
+    ledger.batches.commit(1, {}, 0)
     assert ledger.post("w", whole_group(held[1], version=0)) == "stale"
 
 
@@ -123,10 +124,10 @@ def test_failed_members_are_missing_and_not_zero(ledger):
     assert ledger.post("w", part) == "accepted"
     assert [m.rollout.member for m in ledger.rollouts_of(lease.group_id)] == [0, 2]
     ledger.record_scores(lease.group_id, [MemberScore(0, 1.0), MemberScore(2, 0.0)])
-    assert ledger.scored_means(0) == {"groups": 0, "filtered": 0}
+    assert ledger.batches.scored_means(0) == {"groups": 0, "filtered": 0}
     generate_and_score(ledger, count=1)
-    ledger.assign(0)
-    assert ledger.scored_means(0)["reward"] == pytest.approx((0.5 + 0.5) / 2)
+    ledger.batches.assign(0)
+    assert ledger.batches.scored_means(0)["reward"] == pytest.approx((0.5 + 0.5) / 2)
 
 
 def test_a_group_whose_members_all_fail_is_tried_again_and_then_given_up(ledger):
@@ -179,21 +180,21 @@ def test_impossible_posts_are_refused_and_change_nothing(ledger, change):
 
 def test_a_batch_is_assigned_once_and_asked_for_again_is_the_same(ledger):
     generate_and_score(ledger, count=4)
-    assert ledger.assign(0) == ledger.assign(0) == [0, 1]
+    assert ledger.batches.assign(0) == ledger.batches.assign(0) == [0, 1]
 
 
 def test_the_oldest_version_is_taken_first(ledger):
     early = ledger.lease("w", 0, 2)
     generate_and_score(ledger, "v", count=2)
-    ledger.assign(0)
-    ledger.commit(0, {}, 0)
+    ledger.batches.assign(0)
+    ledger.batches.commit(0, {}, 0)
     ledger.announce(1)
     young = generate_and_score(ledger, "v", version=1, count=1)
     for lease in early:
         ledger.post("w", whole_group(lease))
         ledger.record_scores(lease.group_id, scores(0.0, 1.0, 0.0))
-    assert ledger.assign(1) == [lease.group_id for lease in early]
-    assert young[0] not in ledger.assign(1)
+    assert ledger.batches.assign(1) == [lease.group_id for lease in early]
+    assert young[0] not in ledger.batches.assign(1)
 
 
 def test_resume_gives_the_replayed_steps_the_same_batches(ledger):
@@ -201,26 +202,26 @@ def test_resume_gives_the_replayed_steps_the_same_batches(ledger):
     for step in range(3):
         ledger.announce(step)
         generate_and_score(ledger, version=step, count=2)
-        batches.append(ledger.assign(step))
-        ledger.commit(step, {}, oldest_checkpoint=1)
-    assert ledger.resume(1) == 2
+        batches.append(ledger.batches.assign(step))
+        ledger.batches.commit(step, {}, oldest_checkpoint=1)
+    assert ledger.batches.resume(1) == 2
     assert ledger.current_step == 1
     for step in (1, 2):
-        assert ledger.assign(step) == batches[step]
+        assert ledger.batches.assign(step) == batches[step]
         assert all(len(ledger.rollouts_of(g)) == 3 for g in batches[step])
-        ledger.commit(step, {}, oldest_checkpoint=1)
+        ledger.batches.commit(step, {}, oldest_checkpoint=1)
 
 
 def test_resume_before_the_oldest_kept_checkpoint_is_refused(ledger):
     for step in range(3):
         ledger.announce(step)
         generate_and_score(ledger, version=step, count=2)
-        ledger.assign(step)
-        ledger.commit(step, {}, oldest_checkpoint=step)
+        ledger.batches.assign(step)
+        ledger.batches.commit(step, {}, oldest_checkpoint=step)
     with pytest.raises(UserError, match="no longer kept"):
-        ledger.resume(0)
+        ledger.batches.resume(0)
     with pytest.raises(UserError, match="only knows 3 steps"):
-        ledger.resume(4)
+        ledger.batches.resume(4)
 
 
 def test_no_more_groups_are_live_than_the_run_has_steps_for(tmp_path, clock):

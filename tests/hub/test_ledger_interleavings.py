@@ -11,7 +11,8 @@ from test_ledger import Clock, rollout
 
 from echo2.capacity.admission import live_group_limit
 from echo2.hub.database import Database
-from echo2.hub.ledger import Ledger, LedgerRules, MemberScore
+from echo2.hub.group_book import LedgerRules
+from echo2.hub.ledger import Ledger, MemberScore
 from echo2.protocol import GroupRollouts
 
 MEMBERS = 2
@@ -90,7 +91,7 @@ class LedgerMachine(RuleBasedStateMachine):
         step = self.ledger.current_step
         if step == TOTAL_STEPS:
             return
-        batch = self.ledger.assign(step)
+        batch = self.ledger.batches.assign(step)
         if batch is None:
             return
         assert len(set(batch)) == self.rules_of_run.groups_per_batch
@@ -99,7 +100,7 @@ class LedgerMachine(RuleBasedStateMachine):
             members = self.ledger.rollouts_of(group_id)
             oldest = min(int(m.rollout.versions.min()) for m in members)
             assert 0 <= step - oldest <= self.rules_of_run.staleness_bound
-        self.ledger.commit(step, {}, self.checkpoints[0])
+        self.ledger.batches.commit(step, {}, self.checkpoints[0])
         self.ledger.announce(step + 1)
 
     @rule(worker=st.sampled_from(WORKERS))
@@ -131,7 +132,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def crash_of_the_learner(self, newest):
         version = self.checkpoints[-1] if newest else self.checkpoints[0]
         self.checkpoints = [c for c in self.checkpoints if c <= version]
-        self.ledger.resume(version)
+        self.ledger.batches.resume(version)
         self.version_of = {worker: min(held, version) for worker, held in self.version_of.items()}
 
     @invariant()

@@ -1,0 +1,126 @@
+"""The ledger's rows about groups, and the small moves that all its parts share.
+
+Invariant: every move is made inside a transaction of the caller's.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from echo2.capacity.admission import oldest_trainable_version
+from echo2.config import Config
+from echo2.hub.database import Database
+from echo2.protocol import BodyError, GroupRollouts, encode_rollout
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerRules:
+    """The numbers of a run that the ledger's rules need."""
+
+    groups_per_batch: int
+    members: int
+    staleness_bound: int
+    total_steps: int
+    drop_zero_variance: bool
+    lease_timeout_s: float
+    max_attempts: int
+
+
+def rules_of(config: Config) -> LedgerRules:
+    """The rules that a configuration makes."""
+    return LedgerRules(
+        groups_per_batch=config.batch.groups,
+        members=config.batch.members,
+        staleness_bound=config.staleness.bound,
+        total_steps=config.run.steps,
+        drop_zero_variance=config.batch.drop_zero_variance,
+        lease_timeout_s=config.hub.lease_timeout_s,
+        max_attempts=config.hub.max_attempts,
+    )
+
+
+class GroupBook:
+    """Groups, attempts and rollouts. `clock` gives seconds since the epoch; only this clock counts."""
+
+    def __init__(self, database: Database, rules: LedgerRules, clock: Callable[[], float]) -> None:
+        self.db = database
+        self.rules = rules
+        self.clock = clock
+
+    @property
+    def current_step(self) -> int:
+        """The step whose batch is being gathered or trained."""
+        return self.db.value("SELECT MAX(step) + 1 FROM steps")
+
+    @property
+    def highest_version(self) -> int:
+        """Newest version ever announced; −1 before the first."""
+        return int(self.db.get("highest_version") or -1)
+
+    def live_groups(self) -> int:
+        """Groups admitted and not dropped; every committed step trained exactly B of them."""
+        waiting = self.db.value("SELECT COUNT(*) FROM groups WHERE state IN ('leased', 'generated', 'ready')")
+        return self.current_step * self.rules.groups_per_batch + waiting
+
+    def store(self, worker_id: str, group: GroupRollouts, row: sqlite3.Row) -> int:
+        """Keep the members that are not there yet; returns their tokens."""
+        tokens = 0
+        for r in group.rollouts:
+            inserted = self.db.execute(
+                "INSERT OR IGNORE INTO rollouts VALUES (?, ?, ?, ?, ?, ?, NULL, ?)",
+                (
+                    group.group_id,
+                    r.member,
+                    group.attempt,
+                    worker_id,
+                    int(r.versions.min()),
+                    len(r.token_ids),
+                    encode_rollout(r),
+                ),
+            )
+            tokens += len(r.token_ids) * inserted.rowcount
+        failed = set(json.loads(row["failed_members"])) | {f.member for f in group.failures}
+        reason = "; ".join(sorted({f.reason for f in group.failures})) or row["reason"]
+        self.db.execute(
+            "UPDATE groups SET failed_members = ?, reason = ?, tokens = tokens + ?, oldest_version ="
+            " (SELECT MIN(oldest_version) FROM rollouts WHERE group_id = groups.group_id) WHERE group_id = ?",
+            (json.dumps(sorted(failed)), reason, tokens, group.group_id),
+        )
+        return tokens
+
+    def expire_stale(self, step: int) -> None:
+        """Drop what can no longer be trained; an open lease without tokens stays: its next worker brings a newer version."""
+        oldest = oldest_trainable_version(step, self.rules.staleness_bound)
+        for row in self.db.rows(
+            "SELECT group_id, COALESCE(oldest_version, lease_version) AS version FROM groups"
+            " WHERE state IN ('leased', 'generated', 'ready') AND step IS NULL AND COALESCE(oldest_version, lease_version) < ?"
+            " AND NOT (state = 'leased' AND worker_id IS NULL AND oldest_version IS NULL)",
+            oldest,
+        ):
+            self.drop(row["group_id"], "expired", f"version {row['version']} at step {step}")
+
+    def drop(self, group_id: int, state: str, reason: str) -> None:
+        self.db.execute(
+            "UPDATE groups SET state = ?, reason = ?, worker_id = NULL WHERE group_id = ?", (state, reason, group_id)
+        )
+        self.db.execute("UPDATE rollouts SET payload = NULL WHERE group_id = ?", (group_id,))
+
+    def end_attempt(self, group_id: int, attempt: int, outcome: str, tokens: int) -> None:
+        self.db.execute(
+            "UPDATE attempts SET outcome = ?, tokens = tokens + ?, ended_at_s = ? WHERE group_id = ? AND attempt = ?",
+            (outcome, tokens, self.clock(), group_id, attempt),
+        )
+
+    def group(self, group_id: int) -> sqlite3.Row:
+        row = self.db.row("SELECT * FROM groups WHERE group_id = ?", group_id)
+        if row is None:
+            raise BodyError(f"group {group_id} was never leased")
+        return row
+
+    def missing_members(self, group_id: int) -> set[int]:
+        here = {r["member"] for r in self.db.rows("SELECT member FROM rollouts WHERE group_id = ?", group_id)}
+        failed = json.loads(self.group(group_id)["failed_members"])
+        return set(range(self.rules.members)) - here - set(failed)
