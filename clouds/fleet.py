@@ -7,6 +7,7 @@ ledger, from launch to termination; when the fleet stops, nothing that it starte
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -75,19 +76,21 @@ class Fleet:
         self._early_deaths = dict.fromkeys(self._names, 0)
         self._not_before = dict.fromkeys(self._names, 0.0)
         self._stopped = False
+        self._busy = threading.Lock()
 
     def reconcile(self) -> None:
         """Replace who died; to be called about once a second."""
-        if self._stopped:
-            return
-        running = self._backend.running()
-        for name in self._names:
-            if name in running:
-                continue
-            if name in self._launched_at:
-                self._mourn(name)
-            if self._clock() >= self._not_before[name]:
-                self._launch(name)
+        with self._busy:
+            if self._stopped:
+                return
+            running = self._backend.running()
+            for name in self._names:
+                if name in running:
+                    continue
+                if name in self._launched_at:
+                    self._mourn(name)
+                if self._clock() >= self._not_before[name]:
+                    self._launch(name)
 
     def raise_if_hopeless(self) -> None:
         """Raises UserError once every worker has died early `HOPELESS_DEATHS` times in a row: starting more would not help."""
@@ -97,11 +100,12 @@ class Fleet:
 
     def stop(self, timeout_s: float = 20.0) -> None:
         """End every worker; none is launched afterwards."""
-        self._stopped = True
-        self._backend.terminate(set(self._names), timeout_s)
-        for name in self._launched_at:
-            self._tell(partial(self._hub.close_interval, name))
-        self._launched_at.clear()
+        with self._busy:
+            self._stopped = True
+            self._backend.terminate(set(self._names), timeout_s)
+            for name in self._launched_at:
+                self._tell(partial(self._hub.close_interval, name))
+            self._launched_at.clear()
 
     def _launch(self, name: str) -> None:
         offer = self._backend.offer

@@ -56,10 +56,10 @@ def ended_in_spite_of(error: Exception, summary_file: Path, began_unix_s: float)
     raise UserError(f"Prefect's server at {address} does not answer ({error}): start it, or unset PREFECT_API_URL") from error
 
 
-def leave(code: int, outage: bool) -> NoReturn:
-    """End the process. After an outage Prefect would go on trying to send its events for minutes: not waited for."""
+def leave(code: int, at_once: bool) -> NoReturn:
+    """End the process; `at_once` does not wait for Prefect, which would try for minutes to send its events to a server away."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if outage:
+    if at_once:
         os._exit(code)
     sys.exit(code)

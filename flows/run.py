@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import signal
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -17,6 +19,24 @@ INTERRUPTED = 130
 
 def run_to_end(config: Config, resume: bool) -> NoReturn:
     """Train every segment of the run, print a summary and end the process with the exit code."""
+    interrupted = threading.Event()
+
+    def on_interrupt(*_: object) -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        _run_segments(config, resume)
+    except BaseException:
+        # Libraries make other errors of an interrupt that meets them midway; whatever was open has been closed by now.
+        if not interrupted.is_set():
+            raise
+    say("echo2: interrupted")
+    leave(INTERRUPTED, at_once=True)
+
+
+def _run_segments(config: Config, resume: bool) -> NoReturn:
     say(f"starting Prefect for run {config.run.name}")
     began = time.monotonic()
     import httpx
@@ -37,10 +57,10 @@ def run_to_end(config: Config, resume: bool) -> NoReturn:
             )
         if summary["stopped"]:
             say(f"stopped at step {summary['steps']} of {config.run.steps}; the same command with --resume goes on from there")
-            leave(INTERRUPTED, outage)
+            leave(INTERRUPTED, at_once=outage)
         if summary["steps"] >= config.run.steps:
             say(render_summary(summary, config, time.monotonic() - began))
-            leave(0, outage)
+            leave(0, at_once=outage)
         resume = True
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from clouds.fleet import Fleet
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 WATCH_INTERVAL_S = 0.5
+LEDGER_PATIENCE_S = 15.0
+"""How long the fleet waits for a hub that restarts before it goes on without telling the ledger."""
 MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "recipe.json")
 
 
@@ -87,9 +90,9 @@ class Stopped(Exception):
 def stoppable(session: Session) -> Iterator[None]:
     """During the block the first Ctrl-C asks the segment to end in order, the second ends it at once."""
 
-    def on_interrupt(*_: object) -> None:
-        if session.stop_requested.is_set():
-            raise KeyboardInterrupt
+    def on_interrupt(number: int, frame: FrameType | None) -> None:
+        if session.stop_requested.is_set() and callable(former):
+            former(number, frame)
         session.stop_requested.set()
         say("stopping after this step with a checkpoint; Ctrl-C again stops at once")
 
@@ -125,7 +128,9 @@ def open_session(config: Config, resume: bool) -> Iterator[Session]:
         say(f"hub at {hub.url}")
         hub_process.wait_ready()
         backend = LocalBackend(hub.url, run.token, run.logs, config.worker.threads, config.fleet.price_usd_per_hour)
-        fleet = Fleet(backend, hub, config.fleet.workers, config.fleet.restart_backoff_s)
+        ledger_line = HubClient(hub.url, run.token, patience_s=LEDGER_PATIENCE_S)
+        stack.callback(ledger_line.close)
+        fleet = Fleet(backend, ledger_line, config.fleet.workers, config.fleet.restart_backoff_s)
         stack.callback(fleet.stop)
         stack.enter_context(_kept_alive(hub_process, fleet))
         say(f"{config.fleet.workers} workers are starting")

@@ -1,7 +1,9 @@
 """The examples run: a task of one's own through hub and scoring, and the parameters of a scheduled run."""
 
 import inspect
+import json
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,9 @@ def test_the_example_task_is_scored_by_a_hub(vowels, make_run, serve, publish, s
 
 
 def test_the_scheduled_run_is_served_with_parameters_that_the_flow_takes(monkeypatch):
+    import cloudpickle
+    from prefect.flows import load_flow_from_entrypoint
+
     from flows.train import train
 
     served = []
@@ -64,7 +69,11 @@ def test_the_scheduled_run_is_served_with_parameters_that_the_flow_takes(monkeyp
     runpy.run_path(str(EXAMPLES / "nightly.py"), run_name="__main__")
     [call] = served
     assert call.arguments["self"] is train and call.arguments["cron"]
-    parameters = train.validate_parameters(call.arguments["parameters"])
+    # As in the process that runs it: the flow from its file, sent there without its module, the parameters as JSON.
+    loaded = load_flow_from_entrypoint("flows/train.py:train", use_placeholder_flow=False)
+    del sys.modules[loaded.fn.__module__]
+    sent = cloudpickle.loads(cloudpickle.dumps(loaded))
+    parameters = sent.validate_parameters(json.loads(json.dumps(call.arguments["parameters"])))
     assert parameters["config"].run.name == "nightly" and parameters["resume"] is True
 
 

@@ -19,6 +19,7 @@ from echo2.tasks.base import Task
 from echo2.tasks.tokenizer import TextTokenizer
 
 LEARNING_RATE = 3e-3
+BETAS = (0.9, 0.95)
 WARMUP_STEPS = 20
 BATCH_PROMPTS = 64
 HELD_OUT_PROMPTS = 512
@@ -52,7 +53,7 @@ def warm_start(model: Any, task: Task, tokenizer: TextTokenizer, target: float, 
     Raises ConfigError if the task has no answers, or the target is not reached in MAX_STEPS.
     """
     held_out = make_examples(task, tokenizer, 2 * FIRST_PROMPT, HELD_OUT_PROMPTS)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=0.0)
     for step in range(1, MAX_STEPS + 1):
         optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1.0, step / WARMUP_STEPS)
         examples = make_examples(task, tokenizer, FIRST_PROMPT + step * BATCH_PROMPTS, BATCH_PROMPTS)

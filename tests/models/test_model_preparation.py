@@ -48,13 +48,12 @@ def sampled_exact_match(folder, config, prompts):
     return right / prompts
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
 def test_the_warm_start_lands_near_its_target(prepare, seed):
     lines = []
     folder = prepare(f"run.seed={seed}", progress=lines.append)
     reached = json.loads((folder / "recipe.json").read_text())["reached"]
-    assert 0.25 <= reached["exact_match"] <= 0.36
+    assert 0.25 <= reached["exact_match"] <= 0.33
     sampled = sampled_exact_match(folder, load_config([], [f"run.seed={seed}"]), prompts=1024)
     assert sampled == pytest.approx(reached["exact_match"], abs=0.06)
     assert any("supervised steps" in line for line in lines)

@@ -1,0 +1,131 @@
+"""The fleet keeps its size, tells the ledger what is paid for, and ends everything that it started."""
+
+import pytest
+
+from clouds.fleet import HOPELESS_DEATHS, Fleet, Offer, WorkerBackend
+from echo2.errors import UserError
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class FakeBackend(WorkerBackend):
+    """Workers that are there until a test says otherwise."""
+
+    def __init__(self):
+        self.there = set()
+        self.launches = []
+
+    @property
+    def offer(self):
+        return Offer("fake", 1.5)
+
+    def launch(self, name):
+        self.there.add(name)
+        self.launches.append(name)
+
+    def running(self):
+        return set(self.there)
+
+    def terminate(self, names, timeout_s):
+        self.there -= names
+
+    def last_words(self, name):
+        return f"{name} was preempted"
+
+
+class FakeHub:
+    """Remembers what a ledger would be told."""
+
+    def __init__(self):
+        self.open, self.closed, self.events, self.away = [], [], [], False
+
+    def open_interval(self, name, offer, price_usd_per_hour):
+        self._answer()
+        self.open.append((name, offer, price_usd_per_hour))
+
+    def close_interval(self, name):
+        self._answer()
+        self.closed.append(name)
+
+    def note(self, kind, subject, detail):
+        self._answer()
+        self.events.append((kind, subject, detail))
+
+    def _answer(self):
+        if self.away:
+            raise UserError("the hub restarts")
+
+
+@pytest.fixture
+def parts():
+    backend, hub, clock = FakeBackend(), FakeHub(), Clock()
+    return Fleet(backend, hub, 2, restart_backoff_s=1.0, clock=clock), backend, hub, clock
+
+
+def test_a_worker_that_died_is_replaced_and_both_intervals_are_paid_for(parts):
+    fleet, backend, hub, clock = parts
+    fleet.reconcile()
+    assert backend.there == {"worker-0", "worker-1"}
+    clock.now = 100.0
+    backend.there.discard("worker-1")
+    fleet.reconcile()
+    clock.now = 101.0
+    fleet.reconcile()
+    assert backend.launches == ["worker-0", "worker-1", "worker-1"]
+    assert hub.open == [("worker-0", "fake", 1.5), ("worker-1", "fake", 1.5), ("worker-1", "fake", 1.5)]
+    assert hub.closed == ["worker-1"]
+    assert hub.events == [("worker ended", "worker-1", "worker-1 was preempted")]
+    fleet.stop()
+    assert backend.there == set()
+    assert sorted(hub.closed) == ["worker-0", "worker-1", "worker-1"]
+
+
+def test_pauses_grow_while_a_worker_keeps_dying_early(parts):
+    fleet, backend, _, clock = parts
+    fleet.reconcile()
+    launched_at = []
+    for tick in range(400):
+        clock.now = tick / 10
+        backend.there.discard("worker-0")
+        before = len(backend.launches)
+        fleet.reconcile()
+        if len(backend.launches) > before:
+            launched_at.append(clock.now)
+    gaps = [later - earlier for earlier, later in zip(launched_at, launched_at[1:], strict=False)]
+    assert gaps == sorted(gaps) and gaps[-1] >= 4 * gaps[0]
+
+
+def test_a_fleet_whose_workers_all_die_at_once_is_given_up_with_their_last_words(parts):
+    fleet, backend, _, clock = parts
+    for _ in range(HOPELESS_DEATHS + 1):
+        clock.now += 70.0 if backend.launches else 0.0
+        fleet.reconcile()
+        backend.there.clear()
+        fleet.reconcile()
+    with pytest.raises(UserError, match="worker-0 said: worker-0 was preempted"):
+        fleet.raise_if_hopeless()
+
+
+def test_a_hub_that_restarts_does_not_keep_the_fleet_from_its_work(parts):
+    fleet, backend, hub, clock = parts
+    fleet.reconcile()
+    hub.away = True
+    clock.now = 100.0
+    backend.there.clear()
+    fleet.reconcile()
+    clock.now = 102.0
+    fleet.reconcile()
+    assert backend.there == {"worker-0", "worker-1"}
+
+
+def test_nothing_is_launched_after_the_stop(parts):
+    fleet, backend, _, _ = parts
+    fleet.reconcile()
+    fleet.stop()
+    fleet.reconcile()
+    assert backend.there == set()

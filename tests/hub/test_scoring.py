@@ -1,0 +1,62 @@
+"""Scoring in processes: what goes wrong with one completion is that completion's failure, never a reward of 0."""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from echo2.config import PythonTask
+from echo2.hub.scoring import ScoringPool
+from echo2.protocol import Rollout
+from echo2.tasks.tokenizer import character_tokenizer, load_tokenizer
+
+HERE = str(Path(__file__).parent)
+
+
+@pytest.fixture
+def model_folder(make_run):
+    return make_run().model
+
+
+@pytest.fixture
+def pool(model_folder, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", HERE)
+    monkeypatch.setattr(sys, "path", [HERE, *sys.path])
+    made = ScoringPool(PythonTask(type="python", path="bad_scorers:BadScorer"), 0, model_folder, processes=1, timeout_s=3.0)
+    yield made
+    made.close()
+
+
+def completions(model_folder, *texts):
+    tokenizer = load_tokenizer(model_folder)
+    return [
+        Rollout(m, np.array([*tokenizer.encode(t), *tokenizer.eos_token_ids], np.int32), np.zeros(2), np.zeros(2), "stop")
+        for m, t in enumerate(texts)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [("1", "raised ValueError: no"), ("2", "returned None"), ("3", "nan"), ("4", "longer than 3 s"), ("5", "exit code 7")],
+)
+def test_one_bad_completion_fails_alone(pool, model_folder, bad, reason):
+    scores = asyncio.run(pool.score(0, completions(model_folder, "0", bad, "0")))
+    assert [s.reward for s in scores] == [0.25, None, 0.25]
+    assert reason in scores[1].reason
+    assert asyncio.run(pool.score(1, completions(model_folder, "0")))[0].reward == 0.25, "the pool goes on"
+
+
+def test_scoring_processes_are_gone_after_closing(pool, model_folder):
+    asyncio.run(pool.score(0, completions(model_folder, "0")))
+    started = [p for p in psutil.Process(os.getpid()).children(recursive=True) if "spawn" in " ".join(p.cmdline())]
+    assert started
+    pool.close()
+    assert not [p for p in started if p.is_running() and "spawn_main" in " ".join(p.cmdline())]
+
+
+def test_the_character_tokenizer_is_the_model_records(model_folder):
+    assert load_tokenizer(model_folder).encode("12") == character_tokenizer().encode("12")

@@ -1,0 +1,196 @@
+"""Whole runs through Prefect, hub and workers: what they compute, and what they survive."""
+
+import json
+import signal
+import sqlite3
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from train_command import SMALL, PrefectServer, TrainCommand
+
+from echo2.config import load_config
+from echo2.learning.learner import Learner
+from echo2.models.preparation import prepare_model
+from echo2.protocol import Batch, Lease, Sampling, ScoredRollout, TrainingGroup
+from echo2.rollout.transformers_engine import TransformersEngine
+from echo2.tasks.catalog import make_task
+from echo2.tasks.tokenizer import load_tokenizer
+
+SYNCHRONOUS = ("staleness.bound=0", "fleet.workers=1", "run.steps=6")
+
+
+def rows(run, sql):
+    with closing(sqlite3.connect(run / "ledger.db")) as database:
+        return database.execute(sql).fetchall()
+
+
+def losses(run):
+    return [json.loads(m)["loss"] for (m,) in rows(run, "SELECT metrics FROM steps ORDER BY step")]
+
+
+def steps_done(command):
+    if not (command.run / "ledger.db").exists():
+        return 0
+    try:
+        return rows(command.run, "SELECT COUNT(*) FROM steps")[0][0]
+    except sqlite3.OperationalError:
+        return 0
+
+
+@pytest.fixture(scope="module")
+def synchronous_run(tmp_path_factory, prefect_server):
+    """An undisturbed run with S = 0 and one worker."""
+    command = TrainCommand(tmp_path_factory.mktemp("synchronous"), prefect_server.environment, *SYNCHRONOUS)
+    assert command.wait() == 0, command.said
+    assert command.survivors() == []
+    return command.run
+
+
+def plain_synchronous_losses(config, steps):
+    """The same algorithm without hub, worker or Prefect: generate, score, drop, train."""
+    folder = prepare_model(config, print)
+    task, tokenizer = make_task(config.task, config.run.seed), load_tokenizer(folder)
+    learner = Learner.create(config, folder)
+    engine = TransformersEngine(folder, "float32", "cpu", threads=1)
+    sampling = Sampling(
+        temperature=config.sampling.temperature,
+        max_completion_tokens=config.sampling.max_completion_tokens,
+        stop_token_ids=tokenizer.eos_token_ids,
+        seed=config.run.seed,
+    )
+    group_id, found = 0, []
+    for step in range(steps):
+        engine.load_weights(learner.export(), step)
+        groups = []
+        while len(groups) < config.batch.groups:
+            prompt = tuple(tokenizer.encode(task.prompt(group_id)))
+            members = tuple(range(config.batch.members))
+            lease = Lease(group_id=group_id, attempt=1, members=members, prompt_token_ids=prompt, timeout_s=60)
+            (made,) = engine.generate([lease], sampling, lambda: False)
+            scored = tuple(ScoredRollout(r, reward_of(task, tokenizer, group_id, r), "w") for r in made.rollouts)
+            if len({s.reward for s in scored}) > 1:
+                groups.append(TrainingGroup(group_id, prompt, scored))
+            group_id += 1
+        found.append(learner.train_step(Batch(step, tuple(groups)))["loss"])
+    return found
+
+
+def reward_of(task, tokenizer, group_id, rollout):
+    text = tokenizer.decode([t for t in rollout.token_ids.tolist() if t not in tokenizer.eos_token_ids])
+    return task.score(group_id, text, rollout.finish_reason == "stop").reward
+
+
+def test_without_staleness_one_worker_reproduces_a_plain_synchronous_loop(synchronous_run):
+    config = load_config([], [*SMALL, *SYNCHRONOUS, "learner.device=cpu"])
+    assert losses(synchronous_run) == pytest.approx(plain_synchronous_losses(config, 6), abs=1e-6)
+    assert rows(synchronous_run, "SELECT MAX(step - oldest_version) FROM groups WHERE state = 'trained'") == [(0,)]
+
+
+def test_a_run_leaves_its_summary_curves_and_metrics(synchronous_run):
+    summary = json.loads((synchronous_run / "summary.json").read_text())
+    wanted = """exact_match_first exact_match_last max_staleness staleness_bound workers versions_disseminated
+        busy_share_observed busy_share_predicted trained_groups wall_s"""
+    assert set(wanted.split()) <= summary.keys()
+    assert (summary["trained_groups"], summary["max_staleness"], summary["workers"]) == (24, 0, 1)
+    assert 0 < summary["busy_share_observed"] < 1 and 0 < summary["busy_share_predicted"] <= 1
+    assert (synchronous_run / "report" / "curves.png").stat().st_size > 1000
+    lines = (synchronous_run / "report" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(6))
+
+
+def test_a_learner_killed_midway_resumes_to_the_same_losses(synchronous_run, train):
+    first = train(*SYNCHRONOUS)
+    first.wait_until(lambda: steps_done(first) >= 3)
+    first.kill()
+    assert first.survivors() == [], "hub and workers end with the learner"
+    again = train(*SYNCHRONOUS, "--resume")
+    assert again.wait() == 0, again.said
+    assert losses(again.run) == pytest.approx(losses(synchronous_run), abs=1e-6)
+    states = rows(again.run, "SELECT group_id, state FROM groups ORDER BY group_id")
+    assert [group_id for group_id, _ in states] == list(range(len(states))), "no prompt is skipped, none comes twice"
+    assert {state for _, state in states} <= {"trained", "filtered"}
+
+
+def test_workers_and_hub_killed_midway_cost_no_group(train):
+    command = train("staleness.bound=1", "run.steps=12", "hub.heartbeat_timeout_s=6")
+    command.wait_until(lambda: steps_done(command) >= 2)
+    victim = command.children("worker --hub")[0]
+    victim.kill()
+    command.wait_until(lambda: steps_done(command) >= 4)
+    command.children("echo2 hub")[0].kill()
+    assert command.wait() == 0, command.said
+    assert command.survivors() == []
+    summary = json.loads((command.run / "summary.json").read_text())
+    assert summary["trained_groups"] == 12 * 4
+    assert summary["max_staleness"] <= 1
+    assert len(rows(command.run, "SELECT 1 FROM paid_intervals WHERE terminated_at_s IS NULL")) == 0
+    assert len(rows(command.run, "SELECT 1 FROM paid_intervals")) == 3, "two workers and one replacement"
+
+
+def test_ctrl_c_ends_in_order_and_the_run_can_go_on(train):
+    command = train("run.steps=500")
+    command.wait_until(lambda: steps_done(command) >= 3)
+    command.process.send_signal(signal.SIGINT)
+    assert command.wait(60) == 130, command.said
+    assert "--resume" in command.said and "Traceback" not in command.said
+    assert command.survivors() == []
+    done = steps_done(command)
+    again = train(f"run.steps={done + 2}", "--resume")
+    assert again.wait() == 0, again.said
+    assert steps_done(again) == done + 2
+
+
+@pytest.mark.parametrize("after_s", [0.3, 1.0, 2.0, 4.0, 8.0])
+def test_ctrl_c_during_the_start_leaves_nothing_behind(train, after_s):
+    command = train("run.steps=500")
+    deadline = time.monotonic() + after_s
+    while time.monotonic() < deadline:
+        command.remember()
+        time.sleep(0.05)
+    command.process.send_signal(signal.SIGINT)
+    assert command.wait(60) == 130, command.said
+    assert "Traceback" not in command.said
+    assert command.survivors() == []
+
+
+def test_a_run_shorter_than_its_staleness_ends(train):
+    command = train("run.steps=1", "staleness.bound=6")
+    assert command.wait() == 0, command.said
+    assert steps_done(command) == 1
+
+
+def test_segments_follow_each_other_to_the_end(train):
+    command = train("run.steps=5", "flow.segment_steps=2")
+    assert command.wait() == 0, command.said
+    assert steps_done(command) == 5
+
+
+def test_a_second_learner_in_the_same_run_is_refused(train):
+    first = train("run.steps=500")
+    first.wait_until(lambda: steps_done(first) >= 1)
+    second = train("run.steps=500", "--resume")
+    assert second.wait(60) == 2
+    assert "in use by another learner" in second.said
+    first.process.send_signal(signal.SIGINT)
+    first.wait(60)
+
+
+def test_prefect_going_away_does_not_stop_the_learner(tmp_path, train):
+    server = PrefectServer(tmp_path / "prefect")
+    command = train("run.steps=30", environment=server.environment)
+    command.wait_until(lambda: steps_done(command) >= 3)
+    server.kill()
+    assert command.wait(240) == 0, command.said
+    assert steps_done(command) == 30
+    assert command.said.count("training goes on without its record") == 1
+    assert "Traceback" not in command.said
+
+
+def test_prefect_that_was_never_there_is_one_clear_message(tmp_path, train, prefect_server):
+    environment = prefect_server.environment | {"PREFECT_API_URL": "http://127.0.0.1:9/api"}
+    command = train("run.steps=2", environment=environment)
+    assert command.wait(120) == 2
+    assert "unset PREFECT_API_URL" in command.said and "Traceback" not in command.said
+    assert not (Path(command.run) / "summary.json").exists()
