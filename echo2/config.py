@@ -9,7 +9,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, Literal, Self, Union
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
@@ -50,46 +50,35 @@ class ModelSection(Section):
     """Where the tiny model is kept once made."""
 
 
-class ReverseDigitsTask(Section):
+class DigitsSection(Section):
+    min_digits: PositiveInt = 3
+    """Fewest digits in a prompt."""
+    max_digits: PositiveInt = 6
+    """Most digits in a prompt."""
+    exact_match_weight: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
+    """Share of the reward that only an exact match earns; the rest is the share of right places."""
+
+    @model_validator(mode="after")
+    def _digits_in_order(self) -> Self:
+        if self.min_digits > self.max_digits:
+            raise ValueError(
+                f"task.min_digits = {self.min_digits} exceeds task.max_digits = {self.max_digits}: lower the first"
+            )
+        return self
+
+
+class ReverseDigitsTask(DigitsSection):
     """Write the digits of a number backwards: `rev 4071=` → `1704`."""
 
     type: Literal["reverse_digits"] = "reverse_digits"
     """Selects this task."""
-    min_digits: PositiveInt = 3
-    """Fewest digits in a prompt."""
-    max_digits: PositiveInt = 6
-    """Most digits in a prompt."""
-    exact_match_weight: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
-    """Share of the reward that only an exact match earns; the rest is the share of right places."""
-
-    @model_validator(mode="after")
-    def _digits_in_order(self) -> ReverseDigitsTask:
-        if self.min_digits > self.max_digits:
-            raise ValueError(
-                f"task.min_digits = {self.min_digits} exceeds task.max_digits = {self.max_digits}: lower the first"
-            )
-        return self
 
 
-class SortDigitsTask(Section):
+class SortDigitsTask(DigitsSection):
     """Write the digits of a number in rising order: `sort 4071=` → `0147`."""
 
     type: Literal["sort_digits"] = "sort_digits"
     """Selects this task."""
-    min_digits: PositiveInt = 3
-    """Fewest digits in a prompt."""
-    max_digits: PositiveInt = 6
-    """Most digits in a prompt."""
-    exact_match_weight: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
-    """Share of the reward that only an exact match earns; the rest is the share of right places."""
-
-    @model_validator(mode="after")
-    def _digits_in_order(self) -> SortDigitsTask:
-        if self.min_digits > self.max_digits:
-            raise ValueError(
-                f"task.min_digits = {self.min_digits} exceeds task.max_digits = {self.max_digits}: lower the first"
-            )
-        return self
 
 
 class ArithmeticTask(Section):
@@ -120,6 +109,9 @@ TaskSection = Annotated[
     Union[ReverseDigitsTask, SortDigitsTask, ArithmeticTask, PythonTask],
     Field(discriminator="type"),
 ]
+
+
+DEFAULT_TASK = ReverseDigitsTask()
 
 
 class BatchSection(Section):
@@ -283,7 +275,7 @@ class Config(Section):
 
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
-    task: TaskSection = ReverseDigitsTask()
+    task: TaskSection = DEFAULT_TASK
     batch: BatchSection = BatchSection()
     sampling: SamplingSection = SamplingSection()
     staleness: StalenessSection = StalenessSection()
@@ -341,6 +333,8 @@ def override(config: Config, overrides: Sequence[str]) -> Config:
 def _validated(values: dict[str, Any], overrides: Sequence[str]) -> Config:
     for text in overrides:
         _merge(values, _parse_override(text))
+    if isinstance(task := values.get("task"), dict):
+        task.setdefault("type", DEFAULT_TASK.type)
     try:
         return Config.model_validate(values)
     except ValidationError as error:

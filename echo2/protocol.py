@@ -7,17 +7,27 @@ completion; log-probabilities are finite; every body is safetensors, never pickl
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from echo2.errors import UserError
 
 FinishReason = Literal["stop", "length"]
+Index = Annotated[int, Field(ge=0, lt=2**63)]
+TENSORS = {
+    "token_ids": (np.dtype(np.int32), 1),
+    "log_probs": (np.dtype(np.float32), 1),
+    "versions": (np.dtype(np.int32), 1),
+    "lengths": (np.dtype(np.int32), 1),
+}
+LOG_PROB_ROUNDING = 1e-3
+"""How far above 0 rounding may lift a log-probability."""
 
 
 class BodyError(UserError):
@@ -141,134 +151,156 @@ class Batch:
     """`groups`, `filtered`, `reward`, and the task's own metrics, such as `exact_match`."""
 
 
+class _MembersHeader(BaseModel):
+    """What the header of every body says of its rollouts, in the tensors' order."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    members: list[Index]
+    finish_reasons: list[FinishReason]
+
+
+class _GroupHeader(_MembersHeader):
+    group_id: Index
+    attempt: Annotated[int, Field(ge=1, lt=2**63)]
+    failures: list[RolloutFailure]
+
+
+class _DescribedGroup(_MembersHeader):
+    group_id: Index
+    prompt_token_ids: list[Index]
+    rewards: list[float]
+    worker_ids: list[str]
+
+
+class _BatchHeader(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    step: Index
+    scored: dict[str, float]
+    groups: list[_DescribedGroup]
+
+
+Header = TypeVar("Header", bound=BaseModel)
+
+
 def encode_group(group: GroupRollouts) -> bytes:
     """One group as a safetensors body."""
-    header = {
-        "group_id": group.group_id,
-        "attempt": group.attempt,
-        "members": [r.member for r in group.rollouts],
-        "finish_reasons": [r.finish_reason for r in group.rollouts],
-        "failures": [f.model_dump() for f in group.failures],
-    }
-    return save(_pack(list(group.rollouts)), metadata={"echo2": json.dumps(header)})
+    header = _GroupHeader.model_construct(
+        group_id=group.group_id,
+        attempt=group.attempt,
+        members=[r.member for r in group.rollouts],
+        finish_reasons=[r.finish_reason for r in group.rollouts],
+        failures=list(group.failures),
+    )
+    return _write(header, group.rollouts)
 
 
 def decode_group(body: bytes) -> GroupRollouts:
     """Read and check one group; raises BodyError."""
-    header, tensors = _read(body)
-    try:
-        rollouts = _unpack(tensors, header["members"], header["finish_reasons"])
-        failures = tuple(RolloutFailure.model_validate(f) for f in header["failures"])
-        group_id, attempt = int(header["group_id"]), int(header["attempt"])
-    except (KeyError, TypeError, ValueError, ValidationError) as error:
-        raise BodyError(
-            f"rollout body lacks or misstates a field ({error}): send what echo2.protocol.encode_group makes"
-        ) from None
-    members = [r.member for r in rollouts] + [f.member for f in failures]
+    header, tensors = _read(body, _GroupHeader)
+    rollouts = _unpack(tensors, header.members, header.finish_reasons)
+    members = header.members + [f.member for f in header.failures]
     if len(set(members)) != len(members):
-        raise BodyError(f"group {group_id}: a member occurs twice in {members}")
-    return GroupRollouts(group_id, attempt, rollouts, failures)
+        raise BodyError(f"group {header.group_id}: a member occurs twice in {members}")
+    return GroupRollouts(header.group_id, header.attempt, rollouts, tuple(header.failures))
 
 
 def encode_batch(batch: Batch) -> bytes:
     """A learner's batch as a safetensors body."""
-    header = {
-        "step": batch.step,
-        "scored": batch.scored,
-        "groups": [
-            {
-                "group_id": g.group_id,
-                "prompt_token_ids": list(g.prompt_token_ids),
-                "members": [m.rollout.member for m in g.members],
-                "finish_reasons": [m.rollout.finish_reason for m in g.members],
-                "rewards": [m.reward for m in g.members],
-                "worker_ids": [m.worker_id for m in g.members],
-            }
-            for g in batch.groups
-        ],
-    }
-    tensors = _pack([m.rollout for g in batch.groups for m in g.members])
-    return save(tensors, metadata={"echo2": json.dumps(header)})
+    header = _BatchHeader.model_construct(
+        step=batch.step, scored=batch.scored, groups=[_describe(group) for group in batch.groups]
+    )
+    return _write(header, [m.rollout for g in batch.groups for m in g.members])
 
 
 def decode_batch(body: bytes) -> Batch:
     """Read a batch; raises BodyError."""
-    header, tensors = _read(body)
-    described = header["groups"]
-    members = [m for g in described for m in g["members"]]
-    reasons = [r for g in described for r in g["finish_reasons"]]
+    header, tensors = _read(body, _BatchHeader)
+    members = [m for g in header.groups for m in g.members]
+    reasons = [r for g in header.groups for r in g.finish_reasons]
     rollouts = iter(_unpack(tensors, members, reasons))
-    groups = tuple(
-        TrainingGroup(
-            g["group_id"],
-            tuple(g["prompt_token_ids"]),
-            tuple(
-                ScoredRollout(next(rollouts), reward, worker)
-                for reward, worker in zip(g["rewards"], g["worker_ids"], strict=True)
-            ),
-        )
-        for g in described
-    )
-    return Batch(header["step"], groups, header["scored"])
+    groups = tuple(_assemble(group, rollouts) for group in header.groups)
+    return Batch(header.step, groups, header.scored)
 
 
 def encode_rollout(rollout: Rollout) -> bytes:
     """One rollout as the ledger keeps it."""
-    header = {"members": [rollout.member], "finish_reasons": [rollout.finish_reason]}
-    return save(_pack([rollout]), metadata={"echo2": json.dumps(header)})
+    return _write(_MembersHeader.model_construct(members=[rollout.member], finish_reasons=[rollout.finish_reason]), [rollout])
 
 
 def decode_rollout(body: bytes) -> Rollout:
-    """Read one rollout from the ledger."""
-    header, tensors = _read(body)
-    return _unpack(tensors, header["members"], header["finish_reasons"])[0]
+    """Read one rollout from the ledger; raises BodyError."""
+    header, tensors = _read(body, _MembersHeader)
+    if len(header.members) != 1:
+        raise BodyError(f"body holds {len(header.members)} rollouts instead of one")
+    return _unpack(tensors, header.members, header.finish_reasons)[0]
 
 
-def _pack(rollouts: list[Rollout]) -> dict[str, np.ndarray]:
+def _describe(group: TrainingGroup) -> _DescribedGroup:
+    return _DescribedGroup.model_construct(
+        group_id=group.group_id,
+        prompt_token_ids=list(group.prompt_token_ids),
+        members=[m.rollout.member for m in group.members],
+        finish_reasons=[m.rollout.finish_reason for m in group.members],
+        rewards=[m.reward for m in group.members],
+        worker_ids=[m.worker_id for m in group.members],
+    )
+
+
+def _assemble(described: _DescribedGroup, rollouts: Iterator[Rollout]) -> TrainingGroup:
+    if not len(described.members) == len(described.rewards) == len(described.worker_ids) == len(described.finish_reasons):
+        raise BodyError(f"group {described.group_id} has not one reward, worker and finish reason for each member")
+    members = zip(described.rewards, described.worker_ids, strict=True)
+    scored = tuple(ScoredRollout(next(rollouts), reward, worker) for reward, worker in members)
+    return TrainingGroup(described.group_id, tuple(described.prompt_token_ids), scored)
+
+
+def _write(header: BaseModel, rollouts: Sequence[Rollout]) -> bytes:
     def joined(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
         return np.concatenate(arrays).astype(dtype) if arrays else np.zeros(0, dtype)
 
-    return {
+    tensors = {
         "token_ids": joined([r.token_ids for r in rollouts], np.int32),
         "log_probs": joined([r.log_probs for r in rollouts], np.float32),
         "versions": joined([r.versions for r in rollouts], np.int32),
         "lengths": np.array([len(r.token_ids) for r in rollouts], np.int32),
     }
+    return save(tensors, metadata={"echo2": header.model_dump_json(warnings=False)})
 
 
-def _unpack(tensors: dict[str, np.ndarray], members: list[int], reasons: list[str]) -> tuple[Rollout, ...]:
-    lengths = tensors["lengths"]
+def _read(body: bytes, kind: type[Header]) -> tuple[Header, dict[str, np.ndarray]]:
+    """The header and the four arrays, of the right types and one dimension."""
+    try:
+        tensors = load(body)
+        size = int.from_bytes(body[:8], "little")
+        text = json.loads(body[8 : 8 + size])["__metadata__"]["echo2"]
+    except (SafetensorError, KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        raise BodyError(f"body of {len(body)} bytes is not a complete safetensors message ({error!r}): send it again") from None
+    if {name: (array.dtype, array.ndim) for name, array in tensors.items()} != TENSORS:
+        raise BodyError(f"body holds the tensors {sorted(tensors)}, which are not {sorted(TENSORS)} of one dimension each")
+    try:
+        return kind.model_validate_json(text), tensors
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        place = ".".join(str(part) for part in problem["loc"]) or "content"
+        raise BodyError(f"the body's header is wrong at {place}: {problem['msg'].lower()}") from None
+
+
+def _unpack(tensors: dict[str, np.ndarray], members: list[int], reasons: list[FinishReason]) -> tuple[Rollout, ...]:
+    lengths = tensors["lengths"].astype(np.int64)
     if not len(lengths) == len(members) == len(reasons):
-        raise BodyError(
-            f"body describes {len(members)} members and {len(reasons)} finish reasons but holds {len(lengths)} lengths"
-        )
+        raise BodyError(f"body describes {len(members)} members and {len(reasons)} finish reasons but holds {len(lengths)}")
     if (lengths <= 0).any() or any(len(tensors[name]) != lengths.sum() for name in ("token_ids", "log_probs", "versions")):
-        raise BodyError(f"lengths {lengths.tolist()} do not match the tokens, log-probabilities and versions in the body")
-    if not np.isfinite(tensors["log_probs"]).all() or (tensors["log_probs"] > 1e-3).any():
+        raise BodyError("the lengths do not match the tokens, log-probabilities and versions in the body")
+    if not np.isfinite(tensors["log_probs"]).all() or (tensors["log_probs"] > LOG_PROB_ROUNDING).any():
         raise BodyError("a log-probability is not finite or is above 0: the worker's engine is at fault")
     if (tensors["versions"] < 0).any() or (tensors["token_ids"] < 0).any():
         raise BodyError("a token id or version is negative")
     ends = np.cumsum(lengths)
     rollouts = []
     for member, reason, start, end in zip(members, reasons, ends - lengths, ends, strict=True):
-        if reason not in ("stop", "length"):
-            raise BodyError(f"member {member}: finish reason {reason!r} is neither 'stop' nor 'length'")
         part = slice(int(start), int(end))
         token_ids, log_probs, versions = (tensors[name][part] for name in ("token_ids", "log_probs", "versions"))
-        rollouts.append(Rollout(int(member), token_ids, log_probs, versions, cast(FinishReason, reason)))
+        rollouts.append(Rollout(member, token_ids, log_probs, versions, reason))
     return tuple(rollouts)
-
-
-def _read(body: bytes) -> tuple[dict, dict[str, np.ndarray]]:
-    try:
-        tensors = load(body)
-        size = int.from_bytes(body[:8], "little")
-        header = json.loads(json.loads(body[8 : 8 + size])["__metadata__"]["echo2"])
-    except (SafetensorError, KeyError, ValueError) as error:
-        raise BodyError(f"body of {len(body)} bytes is not a complete safetensors message ({error}): send it again") from None
-    if not isinstance(header, dict):
-        raise BodyError("body's header is not an object")
-    missing = {"token_ids", "log_probs", "versions", "lengths"} - tensors.keys()
-    if missing:
-        raise BodyError(f"body lacks {sorted(missing)}")
-    return header, tensors

@@ -11,8 +11,9 @@ from typing import Any
 
 from echo2.capacity.plan import Terms, predict_run
 from echo2.config import Config
+from echo2.durability import write_atomically
 from echo2.errors import UserError
-from echo2.run_directory import RunDirectory, write_atomically
+from echo2.run_directory import RunDirectory
 
 FIRST_STEPS = 3
 LAST_STEPS = 10

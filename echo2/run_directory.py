@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import secrets
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +19,7 @@ from pathlib import Path
 
 from echo2 import __version__
 from echo2.config import Config, dump_toml, load_config
+from echo2.durability import write_atomically
 from echo2.errors import UserError
 
 # A resumed run may change how long and how it runs, not what it learns from.
@@ -93,20 +94,28 @@ def create_run(config: Config, resume: bool) -> RunDirectory:
                 f"{path} already holds a run: add --resume to go on with it, or choose another run.name or run.directory"
             )
         return _take_up(path, config)
+    run = RunDirectory(path, f"{config.run.name}-{secrets.token_hex(4)}", secrets.token_urlsafe(32), config)
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        if any(path.iterdir()):
-            raise UserError(f"{path} holds files that are not of a run: choose another run.name or run.directory")
-        run = RunDirectory(path, f"{config.run.name}-{secrets.token_hex(4)}", secrets.token_urlsafe(32), config)
-        for folder in (run.snapshots, run.checkpoints, run.report, run.logs):
-            folder.mkdir()
-        write_atomically(path / "config.toml", dump_toml(config))
-        write_atomically(path / "token", run.token + "\n", mode=0o600)
-        stamp = {"run_id": run.run_id, "created_unix_s": time.time(), "echo2": __version__}
-        write_atomically(path / "run.json", json.dumps(stamp, indent=2) + "\n")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as unfinished:
+            _fill(run, Path(unfinished) / "run")
+            (Path(unfinished) / "run").rename(path)
     except OSError as error:
+        if path.exists():
+            raise UserError(f"{path} holds files that are not of a run: choose another run.name or run.directory") from None
         raise UserError(f"run directory {path} cannot be made ({error.strerror}): choose another run.directory") from None
     return run
+
+
+def _fill(run: RunDirectory, folder: Path) -> None:
+    """Make all that a run's directory begins with, in a folder that gets its name once it is whole."""
+    folder.mkdir()
+    for name in ("snapshots", "checkpoints", "report", "logs"):
+        (folder / name).mkdir()
+    write_atomically(folder / "config.toml", dump_toml(run.config))
+    write_atomically(folder / "token", run.token + "\n", mode=0o600)
+    stamp = {"run_id": run.run_id, "created_unix_s": time.time(), "echo2": __version__}
+    write_atomically(folder / "run.json", json.dumps(stamp, indent=2) + "\n")
 
 
 def _take_up(path: Path, config: Config) -> RunDirectory:
@@ -131,14 +140,3 @@ def _difference(before: object, now: object) -> str:
         return f"{type(before).__name__}, now {type(now).__name__}"
     changed = [name for name, value in vars(before).items() if value != getattr(now, name)]
     return ", ".join(f"{name} = {getattr(before, name)}, now {getattr(now, name)}" for name in changed)
-
-
-def write_atomically(file: Path, text: str, mode: int = 0o644) -> None:
-    """Write `text` so that a reader sees the former content or the new one, never a part."""
-    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(file)

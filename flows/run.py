@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from echo2.config import Config
 from echo2.errors import UserError
 from flows.console import say
-from flows.outage import ended_in_spite_of, leave, say_outage_once
+from flows.outage import ended_in_spite_of, leave, require_server, say_outage_once
 
 INTERRUPTED = 130
 
@@ -44,6 +44,7 @@ def _run_segments(config: Config, resume: bool) -> NoReturn:
     from flows.train import train
 
     logging.getLogger("prefect.flow_runs").addFilter(_without_traceback)
+    require_server()
     say_outage_once()
     outage = False
     while True:

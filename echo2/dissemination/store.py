@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import os
 import re
 import secrets
 import shutil
@@ -18,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from echo2.dissemination.manifest import Manifest, SnapshotWithdrawn, describe, parse_manifest, sign, signing_key, verify
+from echo2.durability import sync
 from echo2.errors import SnapshotError
 
 PAYLOAD_NAME = "weights.safetensors"
@@ -52,14 +52,14 @@ class SnapshotStore:
             hidden.mkdir()
             _write(hidden / PAYLOAD_NAME, payload)
             _write(hidden / MANIFEST_NAME, manifest.model_dump_json().encode())
-            _sync(hidden)
+            sync(hidden)
             former = _target(link)
             if former == link.name:
                 _delete(link)
             new_link = hidden.with_name(hidden.name + ".link")
             new_link.symlink_to(hidden.name)
             new_link.replace(link)
-            _sync(self._folder)
+            sync(self._folder)
             if former not in (None, link.name):
                 _delete(self._folder / former)
         return manifest
@@ -128,7 +128,7 @@ class SnapshotStore:
             _delete(link)
             if target not in (None, link.name):
                 _delete(self._folder / target)
-        _sync(self._folder)
+        sync(self._folder)
 
     def _remove_orphans(self) -> None:
         visible = {_name(version) for version in self.versions()}
@@ -213,16 +213,5 @@ def _pieces(version: int, payload: Path, start: int, length: int) -> Iterator[by
 
 
 def _write(file: Path, content: bytes) -> None:
-    with file.open("wb") as opened:
-        opened.write(content)
-        opened.flush()
-        os.fsync(opened.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """Put the names in `folder` on the disk, as fsync of a file does not."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    file.write_bytes(content)
+    sync(file)

@@ -30,10 +30,10 @@ class HubClient:
     """One caller's connection to the hub; may be used by several threads."""
 
     def __init__(self, url: str, token: str, request_timeout_s: float = 30.0, patience_s: float = 60.0) -> None:
-        """`patience_s`, which may be changed later, bounds how long an absent hub is waited for before HubUnavailable."""
+        """`patience_s` bounds how long an absent hub is waited for before HubUnavailable; both times may be changed later."""
         self.url = url.rstrip("/")
         self.patience_s = patience_s
-        self._timeout_s = request_timeout_s
+        self.request_timeout_s = request_timeout_s
         self._last_contact = time.monotonic()
         try:
             self._http = httpx.Client(
@@ -169,7 +169,7 @@ class HubClient:
             reraise=True,
         )
         try:
-            answer = attempts(self._http.request, method, path, timeout=self._timeout_s + extra_s, **arguments)
+            answer = attempts(self._http.request, method, path, timeout=self.request_timeout_s + extra_s, **arguments)
         except httpx.TransportError as error:
             raise HubUnavailable(
                 f"hub {self.url} did not answer for {self.patience_s:g} s ({error!r}): is it running?"

@@ -248,6 +248,8 @@ class Ledger:
 
 
 def _means(scores: Sequence[MemberScore]) -> dict[str, float]:
+    if not scores:
+        return {}
     names = {name for s in scores for name in s.metrics}
     means = {name: statistics.fmean(s.metrics[name] for s in scores if name in s.metrics) for name in sorted(names)}
     return means | {"reward": statistics.fmean(s.reward for s in scores if s.reward is not None)}

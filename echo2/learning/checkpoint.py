@@ -10,7 +10,6 @@ One process saves at a time.
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import re
 import shutil
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from echo2.durability import sync
 from echo2.errors import SnapshotError, UserError
 from echo2.learning.learner import Learner
 from echo2.models.loading import export_weights, load_weights
@@ -46,10 +46,10 @@ def save_checkpoint(learner: Learner, folder: Path, run_id: str, keep: int) -> P
         unfinished.mkdir()
         _write_state(learner, unfinished, run_id)
         for file in unfinished.iterdir():
-            _sync(file)
-        _sync(unfinished)
+            sync(file)
+        sync(unfinished)
         unfinished.rename(checkpoint)
-        _sync(folder)
+        sync(folder)
         prune(folder, keep)
     return checkpoint
 
@@ -103,12 +103,3 @@ def _write_state(learner: Learner, folder: Path, run_id: str) -> None:
     for name in MODEL_FILES:
         if (learner.model_folder / name).is_file():
             shutil.copyfile(learner.model_folder / name, folder / name)
-
-
-def _sync(path: Path) -> None:
-    """Put a file's content, or a folder's names, on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -19,6 +19,7 @@ def work(hub_url: str, token: str, name: str, overrides: list[str], parent_pid: 
     client = HubClient(hub_url, token)
     welcome = client.register(name)
     config = override(Config.model_validate(welcome.config), overrides)
+    client.request_timeout_s = config.worker.request_timeout_s
     os.environ.setdefault("OMP_NUM_THREADS", str(config.worker.threads))
     worker = Worker(client, name, config, welcome, token)
     for notice in (signal.SIGTERM, signal.SIGINT):

@@ -1,5 +1,7 @@
 """The fleet keeps its size, tells the ledger what is paid for, and ends everything that it started."""
 
+from itertools import pairwise
+
 import pytest
 
 from clouds.fleet import HOPELESS_DEATHS, Fleet, Offer, WorkerBackend
@@ -96,7 +98,7 @@ def test_pauses_grow_while_a_worker_keeps_dying_early(parts):
         fleet.reconcile()
         if len(backend.launches) > before:
             launched_at.append(clock.now)
-    gaps = [later - earlier for earlier, later in zip(launched_at, launched_at[1:], strict=False)]
+    gaps = [later - earlier for earlier, later in pairwise(launched_at)]
     assert gaps == sorted(gaps) and gaps[-1] >= 4 * gaps[0]
 
 
