@@ -17,11 +17,12 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, V
 from echo2.errors import ConfigError
 
 NonNegativeInt = Annotated[int, Field(ge=0, strict=True)]
+FolderPath = Annotated[Path, Field(strict=False)]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class RunSection(Section):
@@ -29,7 +30,7 @@ class RunSection(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = "demo"
     """Folder name of the run; letters, digits, dot, dash, underscore."""
-    directory: Path = Path("runs")
+    directory: FolderPath = Path("runs")
     """Folder that holds the runs; the record of this one lies in `directory/name`."""
     seed: NonNegativeInt = 0
     """Seed of everything random; sampling derives from (seed, group, member)."""
@@ -46,11 +47,13 @@ class ModelSection(Section):
     """Number format that workers compute in and snapshots travel in; the learner keeps float32 master weights."""
     warm_start_exact_match: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.25
     """Tiny model only: supervised steps go on until this share of sampled completions is right; 0 leaves random weights."""
-    cache_directory: Path = Path("~/.cache/echo2")
+    cache_directory: FolderPath = Path("~/.cache/echo2")
     """Where the tiny model is kept once made."""
 
 
 class DigitsSection(Section):
+    """What the tasks on strings of digits have in common."""
+
     min_digits: PositiveInt = 3
     """Fewest digits in a prompt."""
     max_digits: PositiveInt = 6
@@ -384,7 +387,9 @@ def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:
 def _explain(error: ValidationError) -> str:
     lines = []
     for problem in error.errors():
-        name = ".".join(str(part) for part in problem["loc"])
+        # Within the task, pydantic's path names the type as well, which is no part of the key.
+        parts = [part for place, part in enumerate(problem["loc"]) if not (place == 1 and problem["loc"][0] == "task")]
+        name = ".".join(str(part) for part in parts)
         if problem["type"] == "extra_forbidden":
             lines.append(
                 f"unknown key {name} = {problem['input']!r}: check its spelling (echo2 train --dry-run prints every key)"
