@@ -77,13 +77,15 @@ def open_run(path: Path) -> RunDirectory:
         token = (path / "token").read_text(encoding="utf-8").strip()
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path} is not the directory of a run: check the path (echo2 train makes one)") from None
-    except json.JSONDecodeError:
-        raise UserError(f"{path / 'run.json'} is damaged: restore it or start another run") from None
+    except ValueError:
+        stamp = None
+    if not isinstance(stamp, dict) or not isinstance(stamp.get("run_id"), str):
+        raise UserError(f"{path / 'run.json'} is damaged: restore it or start another run")
     return RunDirectory(path, stamp["run_id"], token, load_config([path / "config.toml"]))
 
 
-def create_run(config: Config, resume: bool) -> RunDirectory:
-    """Make the run's directory, or with `resume` take up the one that is there.
+def find_run(config: Config, resume: bool) -> RunDirectory | None:
+    """The run that `config` goes on with; None where its place is free.
 
     Raises UserError for a directory that holds a run when `resume` is false, one whose fixed settings differ, or foreign files.
     """
@@ -94,6 +96,18 @@ def create_run(config: Config, resume: bool) -> RunDirectory:
                 f"{path} already holds a run: add --resume to go on with it, or choose another run.name or run.directory"
             )
         return _take_up(path, config)
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise UserError(f"{path} holds files that are not of a run: choose another run.name or run.directory")
+    return None
+
+
+def create_run(config: Config, resume: bool) -> RunDirectory:
+    """Make the run's directory, or with `resume` take up the one that is there. Raises UserError as `find_run` does."""
+    found = find_run(config, resume)
+    if found is not None:
+        write_atomically(found.path / "config.toml", dump_toml(config))
+        return found
+    path = config.run.directory.expanduser() / config.run.name
     run = RunDirectory(path, f"{config.run.name}-{secrets.token_hex(4)}", secrets.token_urlsafe(32), config)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,8 +115,6 @@ def create_run(config: Config, resume: bool) -> RunDirectory:
             _fill(run, Path(unfinished) / "run")
             (Path(unfinished) / "run").rename(path)
     except OSError as error:
-        if path.exists():
-            raise UserError(f"{path} holds files that are not of a run: choose another run.name or run.directory") from None
         raise UserError(f"run directory {path} cannot be made ({error.strerror}): choose another run.directory") from None
     return run
 
@@ -131,7 +143,6 @@ def _take_up(path: Path, config: Config) -> RunDirectory:
         raise UserError(
             f"{path} was made with run.seed = {run.config.run.seed}, not {config.run.seed}: a resumed run keeps its seed"
         )
-    write_atomically(path / "config.toml", dump_toml(config))
     return RunDirectory(path, run.run_id, run.token, config)
 
 

@@ -11,6 +11,8 @@ from typing import Any, NoReturn
 
 from echo2.config import Config
 from echo2.errors import UserError
+from echo2.hub.address import listen
+from echo2.run_directory import find_run
 from flows.console import say
 from flows.outage import ended_in_spite_of, leave, require_server, say_outage_once
 
@@ -26,6 +28,9 @@ def run_to_end(config: Config, resume: bool) -> NoReturn:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGINT, on_interrupt)
+    # What can be refused at once is refused before Prefect takes its time to start.
+    find_run(config, resume)
+    listen(config.hub.host, config.hub.port).close()
     try:
         _run_segments(config, resume)
     except BaseException:

@@ -21,6 +21,7 @@ from clouds.fleet import Fleet
 from clouds.local import LocalBackend
 from echo2.config import Config
 from echo2.errors import UserError, WaitTimeout
+from echo2.hub.address import listen
 from echo2.hub.client import HubClient
 from echo2.hub.process import HubProcess
 from echo2.models.preparation import prepare_model
@@ -115,12 +116,14 @@ def open_session(config: Config, resume: bool) -> Iterator[Session]:
     from echo2.learning.checkpoint import newest_checkpoint, restore
     from echo2.learning.learner import Learner
 
+    listener = listen(config.hub.host, config.hub.port)
     run = create_run(config, resume)
     with ExitStack() as stack:
+        stack.callback(listener.close)
         stack.enter_context(run.held())
         say(f"run {run.run_id} in {run.path}")
         model_folder = _provide_model(run)
-        hub_process = HubProcess(run)
+        hub_process = HubProcess(run, listener)
         stack.callback(hub_process.stop)
         hub_process.start()
         hub = HubClient(hub_process.url, run.token, patience_s=config.hub.start_timeout_s)

@@ -15,6 +15,7 @@ import pytest
 
 from echo2.config import load_config
 from echo2.dissemination.store import SnapshotStore
+from echo2.hub.address import listen
 from echo2.hub.client import HubClient
 from echo2.hub.process import HubProcess
 from echo2.run_directory import create_run
@@ -51,17 +52,19 @@ def serve():
     opened = []
 
     def start(run):
-        process = HubProcess(run)
+        listener = listen(run.config.hub.host, run.config.hub.port)
+        process = HubProcess(run, listener)
         client = HubClient(process.url, run.token, patience_s=30.0)
-        opened.append((process, client))
+        opened.append((process, client, listener))
         process.start()
         process.wait_ready()
         return process, client
 
     yield start
-    for process, client in opened:
+    for process, client, listener in opened:
         client.close()
         process.stop()
+        listener.close()
 
 
 @pytest.fixture

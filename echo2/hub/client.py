@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import tenacity
@@ -22,6 +23,17 @@ POLL_S = 20.0
 BATCH_POLL_S = 1.0
 
 
+def _checked_address(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        possible = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        possible = False
+    if not possible:
+        raise UserError(f"hub address {url!r} is not of the form http://HOST:PORT")
+    return url.rstrip("/")
+
+
 class HubUnavailable(WaitTimeout):
     """The hub did not answer for as long as the caller was willing to wait."""
 
@@ -31,7 +43,7 @@ class HubClient:
 
     def __init__(self, url: str, token: str, request_timeout_s: float = 30.0, patience_s: float = 60.0) -> None:
         """`patience_s` bounds how long an absent hub is waited for before HubUnavailable; both times may be changed later."""
-        self.url = url.rstrip("/")
+        self.url = _checked_address(url)
         self.patience_s = patience_s
         self.request_timeout_s = request_timeout_s
         self._last_contact = time.monotonic()
@@ -44,7 +56,7 @@ class HubClient:
                 trust_env=False,
             )
         except (httpx.InvalidURL, UnicodeEncodeError) as error:
-            raise UserError(f"hub address {url!r} or its token is not valid ({error})") from None
+            raise UserError(f"hub address {url!r} or its token cannot be sent ({error}): check both") from None
 
     @property
     def silence_s(self) -> float:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import subprocess
 import sys
 import time
 
 from echo2.errors import UserError, WaitTimeout
-from echo2.hub.address import listen, url_of
+from echo2.hub.address import url_of
 from echo2.hub.client import HubClient
 from echo2.logs import last_line
 from echo2.run_directory import RunDirectory
@@ -25,10 +26,10 @@ STOP_S = 10.0
 class HubProcess:
     """Starts, watches and stops the hub of `run`."""
 
-    def __init__(self, run: RunDirectory) -> None:
-        """Raises UserError if the configured port is taken."""
+    def __init__(self, run: RunDirectory, listener: socket.socket) -> None:
+        """`listener` stays the caller's to close."""
         self._run = run
-        self._listener = listen(run.config.hub.host, run.config.hub.port)
+        self._listener = listener
         self.url = url_of(self._listener)
         self._process: subprocess.Popen[bytes] | None = None
         self._started_at = 0.0
@@ -72,7 +73,7 @@ class HubProcess:
             self.start()
 
     def stop(self) -> None:
-        """End the process and give the address free."""
+        """End the process."""
         process, self._process = self._process, None
         if process is not None and process.poll() is None:
             process.terminate()
@@ -81,7 +82,6 @@ class HubProcess:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        self._listener.close()
 
     def _ended(self) -> bool:
         return self._process is not None and self._process.poll() is not None

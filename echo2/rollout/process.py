@@ -7,6 +7,7 @@ import os
 import signal
 
 from echo2.config import Config, override
+from echo2.errors import ConfigError
 from echo2.hub.client import HubClient
 from echo2.lifeline import end_with_parent
 from echo2.rollout.worker import Worker
@@ -18,7 +19,11 @@ def work(hub_url: str, token: str, name: str, overrides: list[str], parent_pid: 
     logging.getLogger("httpx").setLevel(logging.WARNING)
     client = HubClient(hub_url, token)
     welcome = client.register(name)
-    config = override(Config.model_validate(welcome.config), overrides)
+    try:
+        config = override(Config.model_validate(welcome.config), overrides)
+    except ConfigError:
+        client.leave(welcome.worker_id)
+        raise
     client.request_timeout_s = config.worker.request_timeout_s
     os.environ.setdefault("OMP_NUM_THREADS", str(config.worker.threads))
     worker = Worker(client, name, config, welcome, token)
