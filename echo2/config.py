@@ -1,7 +1,7 @@
-"""The configuration of a run: TOML files, dotted overrides, checks across fields.
+"""The configuration of a run: TOML files, dotted overrides, checks across sections.
 
-Invariants: nothing here imports torch or network code; unknown keys are refused; a configuration that validates can start.
-Every name carries its unit. Later files and overrides win over earlier ones.
+Invariants: nothing here imports torch or network code; a configuration that validates can start; later files and overrides win
+over earlier ones.
 """
 
 from __future__ import annotations
@@ -9,268 +9,29 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, Union
+from typing import Any
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import ValidationError, model_validator
 
+from echo2.config_sections import (
+    DEFAULT_TASK,
+    BatchSection,
+    CapacitySection,
+    DisseminationSection,
+    FleetSection,
+    FlowSection,
+    HubSection,
+    LearnerSection,
+    ModelSection,
+    RunSection,
+    SamplingSection,
+    Section,
+    StalenessSection,
+    TaskSection,
+    WorkerSection,
+)
 from echo2.errors import ConfigError
-
-NonNegativeInt = Annotated[int, Field(ge=0, strict=True)]
-FolderPath = Annotated[Path, Field(strict=False)]
-Share = Annotated[float, Field(gt=0.0, le=1.0)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False)
-
-
-class RunSection(Section):
-    """What this run is called, where its record lies, how long it goes on."""
-
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = "demo"
-    """Folder name of the run; letters, digits, dot, dash, underscore."""
-    directory: FolderPath = Path("runs")
-    """Folder that holds the runs; the record of this one lies in `directory/name`."""
-    seed: NonNegativeInt = 0
-    """Seed of everything random; sampling derives from (seed, group, member)."""
-    steps: PositiveInt = 100
-    """Learner steps in the whole run, over all its segments."""
-
-
-class ModelSection(Section):
-    """The policy."""
-
-    path: str = "tiny"
-    """`tiny` for the built-in Qwen3-architecture model with a character tokenizer, else the folder of a Hugging Face model."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format that workers compute in and snapshots travel in; the learner keeps float32 master weights."""
-    warm_start_exact_match: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.25
-    """Tiny model only: supervised steps go on until this share of sampled completions is right; 0 leaves random weights."""
-    cache_directory: FolderPath = Path("~/.cache/echo2")
-    """Where the tiny model is kept once made."""
-
-
-class DigitsSection(Section):
-    """What the tasks on strings of digits have in common."""
-
-    min_digits: PositiveInt = 3
-    """Fewest digits in a prompt."""
-    max_digits: PositiveInt = 6
-    """Most digits in a prompt."""
-    exact_match_weight: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
-    """Share of the reward that only an exact match earns; the rest is the share of right places."""
-
-    @model_validator(mode="after")
-    def _digits_in_order(self) -> Self:
-        if self.min_digits > self.max_digits:
-            raise ValueError(
-                f"task.min_digits = {self.min_digits} exceeds task.max_digits = {self.max_digits}: lower the first"
-            )
-        return self
-
-
-class ReverseDigitsTask(DigitsSection):
-    """Write the digits of a number backwards: `rev 4071=` → `1704`."""
-
-    type: Literal["reverse_digits"] = "reverse_digits"
-    """Selects this task."""
-
-
-class SortDigitsTask(DigitsSection):
-    """Write the digits of a number in rising order: `sort 4071=` → `0147`."""
-
-    type: Literal["sort_digits"] = "sort_digits"
-    """Selects this task."""
-
-
-class ArithmeticTask(Section):
-    """Add or subtract small whole numbers: `17+25=` → `42`."""
-
-    type: Literal["arithmetic"] = "arithmetic"
-    """Selects this task."""
-    max_operand: PositiveInt = 99
-    """Operands are drawn from 0 to this number."""
-    operators: Annotated[str, Field(pattern=r"^[+-]{1,2}$")] = "+"
-    """Operators to draw from: `+`, `-` or `+-`."""
-    exact_match_weight: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
-    """Share of the reward that only an exact match earns; the rest is the share of right places."""
-
-
-class PythonTask(Section):
-    """A task of your own: a class that implements `echo2.tasks.Task`."""
-
-    type: Literal["python"]
-    """Selects this task."""
-    path: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
-    """`package.module:ClassName`, importable where the hub runs."""
-    options: dict[str, Any] = {}
-    """Keyword arguments for the class."""
-
-
-TaskSection = Annotated[
-    Union[ReverseDigitsTask, SortDigitsTask, ArithmeticTask, PythonTask],
-    Field(discriminator="type"),
-]
-
-
-DEFAULT_TASK = ReverseDigitsTask()
-
-
-class BatchSection(Section):
-    """What one learner step consumes."""
-
-    groups: PositiveInt = 32
-    """B: groups (prompts) in a batch."""
-    members: PositiveInt = 8
-    """G: completions sampled for each prompt."""
-    drop_zero_variance: bool = True
-    """Drop a group whose members all earn the same reward: its advantages are all 0, so it teaches nothing."""
-
-
-class SamplingSection(Section):
-    """How completions are sampled; log-probabilities are those of the distribution that was sampled from."""
-
-    temperature: PositiveFloat = 1.0
-    """Divides the logits before sampling."""
-    max_completion_tokens: PositiveInt = 8
-    """A completion that reaches this length ends with finish reason `length`."""
-
-
-class StalenessSection(Section):
-    """How old a policy's rollouts may be, and how often it is published."""
-
-    bound: NonNegativeInt = 2
-    """S: a group made by version v may be trained at step t only if t − v ≤ S; unit: learner steps."""
-    publish_interval: PositiveInt = 1
-    """κ: a snapshot is published after every κ-th step; κ ≤ S + 1."""
-
-
-class LearnerSection(Section):
-    """The learner's step."""
-
-    learning_rate: PositiveFloat = 3e-4
-    """AdamW's step size after warm-up."""
-    warmup_steps: NonNegativeInt = 5
-    """Steps over which the learning rate rises linearly from 0."""
-    beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
-    """AdamW's first-moment decay."""
-    beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
-    """AdamW's second-moment decay."""
-    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
-    """AdamW's decoupled weight decay."""
-    clip_ratio_low: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
-    """The ratio of current to behaviour probability is clipped below at 1 − this."""
-    clip_ratio_high: PositiveFloat = 0.28
-    """… and above at 1 + this."""
-    max_grad_norm: PositiveFloat = 1.0
-    """Gradients are scaled down to this norm."""
-    micro_batch_tokens: PositiveInt = 16384
-    """Most tokens (padding included) in one forward pass; the result does not depend on it."""
-    checkpoint_interval: PositiveInt = 10
-    """A checkpoint is written after every n-th step and at the end of a segment."""
-    keep_checkpoints: PositiveInt = 2
-    """Newest checkpoints to keep."""
-    device: str = "auto"
-    """`auto` takes CUDA where there is one, else the CPU."""
-    threads: PositiveInt = 1
-    """CPU threads of the learner's process; 1 is right where learner and workers share few cores."""
-
-
-class HubSection(Section):
-    """The service between learner and workers."""
-
-    host: str = "127.0.0.1"
-    """Address to listen on."""
-    port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port to listen on; 0 lets the system choose a free one."""
-    lease_timeout_s: PositiveFloat = 120.0
-    """A lease that is not answered within this time is given to another worker."""
-    max_attempts: PositiveInt = 5
-    """A group whose leases or members failed this often is given up as `failed`."""
-    heartbeat_timeout_s: PositiveFloat = 15.0
-    """A worker that was silent for this long is lost; its leases are given to others."""
-    scoring_processes: PositiveInt = 1
-    """Processes that score completions."""
-    scoring_timeout_s: PositiveFloat = 10.0
-    """Longest time for scoring one completion; over it, scoring has failed (which is not a reward of 0)."""
-    max_body_bytes: PositiveInt = 256 * 1024 * 1024
-    """Largest request body that is accepted."""
-    start_timeout_s: PositiveFloat = 90.0
-    """Longest wait for the hub to answer after it was started."""
-
-
-class WorkerSection(Section):
-    """A rollout worker."""
-
-    engine: Literal["transformers", "simulated"] = "transformers"
-    """What generates: `transformers` on CPU or GPU, `simulated` for rehearsals without a model."""
-    slots: PositiveInt = 16
-    """Groups that one worker generates at a time."""
-    threads: PositiveInt = 1
-    """CPU threads of a worker's process."""
-    device: str = "auto"
-    """`auto` takes CUDA where there is one, else the CPU."""
-    heartbeat_interval_s: PositiveFloat = 2.0
-    """Time between heartbeats."""
-    orphan_timeout_s: PositiveFloat = 120.0
-    """A worker that cannot reach its hub for this long ends itself."""
-    request_timeout_s: PositiveFloat = 30.0
-    """Time-out of one request to the hub, long-polls excepted by the time they ask for."""
-    simulated_group_latency_s: PositiveFloat = 0.2
-    """`simulated` engine: seconds that a group takes."""
-
-
-class FleetSection(Section):
-    """The workers that ECHO-2 starts and watches."""
-
-    workers: NonNegativeInt = 2
-    """Workers to keep running; 0 leaves starting them to you (`echo2 worker`)."""
-    start_timeout_s: PositiveFloat = 180.0
-    """Longest wait for the first worker to register."""
-    restart_backoff_s: PositiveFloat = 1.0
-    """Pause before a worker that died is replaced; doubles with each early death, up to a minute."""
-    price_usd_per_hour: Annotated[float, Field(ge=0.0)] = 0.0
-    """What one local worker is taken to cost."""
-
-
-class DisseminationSection(Section):
-    """How snapshots reach the workers."""
-
-    chunk_bytes: Annotated[int, Field(ge=1024, le=64 * 1024 * 1024)] = 256 * 1024
-    """Size of the pieces that are sent and checked one by one."""
-    retain_snapshots: PositiveInt = 8
-    """Newest snapshots to keep; at least S + κ, so that none in use is deleted."""
-    timeout_s: PositiveFloat = 120.0
-    """Longest wait for all live workers to hold a new snapshot; who is late is named, and the run goes on."""
-
-
-class CapacitySection(Section):
-    """What the capacity model takes for its terms before a run has measured them."""
-
-    learner_step_s: PositiveFloat = 1.0
-    """T: seconds of learner work per step."""
-    group_latency_s: PositiveFloat = 1.0
-    """L: seconds from a lease to its scored group, at the slow end of a batch."""
-    worker_groups_per_s: PositiveFloat = 20.0
-    """Groups per second that one worker completes; μ is this times the number of workers."""
-    accepted_share: Share = 0.8
-    """α: share of generated groups that survive filtering, expiry and loss."""
-    transfer_s: Annotated[float, Field(ge=0.0)] = 0.1
-    """D_tx: seconds that one snapshot occupies the links."""
-    dissemination_fixed_s: Annotated[float, Field(ge=0.0)] = 0.2
-    """D_fix: export, encoding, latency and loading, in seconds."""
-    target_utilisation: Share = 0.97
-    """Learner utilisation that a plan aims at."""
-
-
-class FlowSection(Section):
-    """How the run appears in Prefect."""
-
-    segment_steps: PositiveInt = 500
-    """Learner steps in one flow run; the next one goes on from the checkpoint (Prefect slows beyond some 5,000 task runs)."""
-    artifact_interval_s: PositiveFloat = 10.0
-    """Time between updates of the progress, table and report artifacts."""
 
 
 class Config(Section):
@@ -387,9 +148,9 @@ def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:
 def _explain(error: ValidationError) -> str:
     lines = []
     for problem in error.errors():
-        # Within the task, pydantic's path names the type as well, which is no part of the key.
-        parts = [part for place, part in enumerate(problem["loc"]) if not (place == 1 and problem["loc"][0] == "task")]
-        name = ".".join(str(part) for part in parts)
+        # Within the task, pydantic names the type as well, which is no part of the key.
+        place = problem["loc"]
+        name = ".".join(str(part) for part in (place[:1] + place[2:] if place[:1] == ("task",) else place))
         if problem["type"] == "extra_forbidden":
             lines.append(
                 f"unknown key {name} = {problem['input']!r}: check its spelling (echo2 train --dry-run prints every key)"

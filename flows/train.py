@@ -4,8 +4,7 @@ Invariants: the model stays in this process's memory; dissemination never holds 
 does not stop it; a step that a crash cut off is trained again from the same batch; a checkpoint is whole or absent.
 """
 
-from __future__ import annotations
-
+# Annotations stay real types: a deployment sends the flow to another process without this module's names.
 from typing import Any
 
 from prefect import flow, task

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2 import config as config_module
-from echo2.config import Config, ReverseDigitsTask, Section, dump_toml, load_config, override
+from echo2.config import Config, dump_toml, load_config, override
+from echo2.config_sections import ReverseDigitsTask, Section
 from echo2.errors import ConfigError
 
 SECTIONS = [kind for kind in vars(config_module).values() if isinstance(kind, type) and issubclass(kind, Section)]

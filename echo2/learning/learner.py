@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from echo2.config import Config, LearnerSection
+from echo2.config import Config
+from echo2.config_sections import LearnerSection
 from echo2.errors import UserError
 from echo2.learning.batch import MicroBatch, micro_batches
 from echo2.learning.log_probs import check_head, completion_log_probs

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from echo2.config import Config, WorkerSection
+from echo2.config import Config
+from echo2.config_sections import WorkerSection
 from echo2.errors import ConfigError
 from echo2.protocol import GroupRollouts, Lease, Sampling, decode_group, encode_group
 from echo2.rollout.engines import make_engine

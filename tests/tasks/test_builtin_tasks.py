@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo2.config import ArithmeticTask, ReverseDigitsTask, SortDigitsTask
+from echo2.config_sections import ArithmeticTask, ReverseDigitsTask, SortDigitsTask
 from echo2.tasks.builtin import share_of_right_places
 from echo2.tasks.catalog import make_task
 
