@@ -64,7 +64,7 @@ def worker(hub_url: str, name: str | None, parent_pid: int | None, overrides: tu
     """Generate rollouts for the hub until SIGTERM; the run's token is read from ECHO2_TOKEN."""
     from echo2.rollout.process import work
 
-    token = os.environ.get("ECHO2_TOKEN", "")
+    token = os.environ.get("ECHO2_TOKEN", "").strip()
     if not token:
         raise UserError("ECHO2_TOKEN is not set: give it the content of the run's file `token`")
     work(hub_url, token, name or f"{socket.gethostname()}-{os.getpid()}"[-64:], list(overrides), parent_pid)

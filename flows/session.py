@@ -89,22 +89,24 @@ class Stopped(Exception):
 
 @contextmanager
 def stoppable(session: Session) -> Iterator[None]:
-    """During the block the first Ctrl-C asks the segment to end in order, the second ends it at once."""
+    """During the block the first Ctrl-C or SIGTERM asks the segment to end in order, the second ends it at once."""
 
-    def on_interrupt(number: int, frame: FrameType | None) -> None:
-        if session.stop_requested.is_set() and callable(former):
-            former(number, frame)
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        handler = former[signal.Signals(number)]
+        if session.stop_requested.is_set() and callable(handler):
+            handler(number, frame)
         session.stop_requested.set()
-        say("stopping after this step with a checkpoint; Ctrl-C again stops at once")
+        say("stopping after this step with a checkpoint; once more stops at once")
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    former = signal.signal(signal.SIGINT, on_interrupt)
+    former = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, former)
+        for number, handler in former.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
@@ -136,7 +138,7 @@ def open_session(config: Config, resume: bool) -> Iterator[Session]:
         fleet = Fleet(backend, ledger_line, config.fleet.workers, config.fleet.restart_backoff_s)
         stack.callback(fleet.stop)
         stack.enter_context(_kept_alive(hub_process, fleet))
-        say(f"{config.fleet.workers} workers are starting")
+        say(_who_works(run, hub.url))
         learner = Learner.create(config, model_folder)
         checkpoint = newest_checkpoint(run.checkpoints)
         if checkpoint is not None:
@@ -147,6 +149,14 @@ def open_session(config: Config, resume: bool) -> Iterator[Session]:
         session = Session(run, hub, fleet, learner)
         with watching(session):
             yield session
+
+
+def _who_works(run: RunDirectory, hub_url: str) -> str:
+    if run.config.fleet.workers:
+        return f"{run.config.fleet.workers} workers are starting"
+    port = hub_url.rsplit(":", 1)[1]
+    token = run.path / "token"
+    return f"waiting for workers: echo2 worker --hub http://THIS-HOST:{port}, with ECHO2_TOKEN as in {token}"
 
 
 def _provide_model(run: RunDirectory) -> Path:

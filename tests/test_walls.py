@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from echo2 import config as config_module
+from echo2 import config_sections
 
 REPOSITORY = Path(__file__).parent.parent
 PACKAGES = ("echo2", "flows", "clouds")
@@ -162,8 +162,6 @@ def test_every_setting_is_used():
     source = "\n".join(
         file.read_text(encoding="utf-8") for file in FILES if file.name not in ("config.py", "config_sections.py")
     )
-    kinds = [
-        kind for kind in vars(config_module).values() if isinstance(kind, type) and issubclass(kind, config_module.Section)
-    ]
-    fields = {field for kind in kinds for field in kind.model_fields} - {"type"}
+    kinds = [kind for kind in vars(config_sections).values() if isinstance(kind, type)]
+    fields = {field for kind in kinds if issubclass(kind, config_sections.Section) for field in kind.model_fields} - {"type"}
     assert sorted(field for field in fields if not re.search(rf"\.{field}\b", source)) == []

@@ -40,6 +40,7 @@ class Outbox(Background):
 
     def close(self, timeout_s: float) -> None:
         """Send what is left, for at most `timeout_s`, and end; what could not be sent is counted in the log."""
+        timeout_s = max(0.0, timeout_s)
         self._pending.put(None)
         self.join(timeout_s)
         self.stop()

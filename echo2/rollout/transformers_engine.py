@@ -6,6 +6,7 @@ next call; a log-probability is that of the distribution which the token was dra
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -161,6 +162,7 @@ class _Decoding:
 
     def __init__(self, model: Any, leases: Sequence[Lease], sampling: Sampling) -> None:
         self._model = model
+        self._cache_argument = _cache_argument(model)
         self._sampling = sampling
         self.open = [_Group(lease, [_Row(member) for member in lease.members]) for lease in leases]
         self._batch = [row for group in self.open for row in group.rows]
@@ -216,9 +218,9 @@ class _Decoding:
             input_ids=token_ids,
             attention_mask=self._mask[:, : self._cache.get_seq_length() + token_ids.shape[1]],
             position_ids=positions,
-            cache=self._cache,
             use_cache=True,
             logits_to_keep=1,
+            **{self._cache_argument: self._cache},
         ).logits[:, -1]
 
     def _select(self, rows: list[int]) -> Tensor:
@@ -227,6 +229,12 @@ class _Decoding:
         self._cache.batch_select_indices(index)
         self._mask, self._positions = self._mask[index], self._positions[index]
         return index
+
+
+def _cache_argument(model: Any) -> str:
+    """What this release of transformers calls the cache; under another name it would be ignored without a word."""
+    names = inspect.signature(model.forward).parameters
+    return "cache" if "cache" in names else "past_key_values"
 
 
 def _uniforms(leases: Sequence[Lease], sampling: Sampling) -> np.ndarray:

@@ -29,7 +29,6 @@ from echo2.rollout.outbox import Outbox
 from echo2.rollout.pulse import Pulse
 
 log = logging.getLogger(__name__)
-MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json")
 NOTICE_S = 20.0
 PATIENCE_S = 5.0
 
@@ -166,8 +165,7 @@ class Worker:
     def _make_engine(self) -> Engine:
         with tempfile.TemporaryDirectory(prefix="echo2-model-") as folder:
             if self._config.worker.engine != "simulated":
-                for name in MODEL_FILES:
-                    (Path(folder) / name).write_bytes(self._client.model_file(name))
+                (Path(folder) / "config.json").write_bytes(self._client.model_file("config.json"))
             return make_engine(self._config, Path(folder))
 
     def _leave(self, notice_s: float) -> None:

@@ -200,3 +200,13 @@ def test_metrics_are_in_prometheus_format(make_run, serve):
     _, client = serve(run)
     text = httpx.get(f"{client.url}/metrics", headers={"Authorization": f"Bearer {run.token}"}).text
     assert "echo2_step 0.0" in text and 'echo2_groups{state="trained"} 0.0' in text
+
+
+def test_a_worker_that_never_loads_a_version_is_named_in_time(make_run, serve, publish):
+    run = make_run(*FEW)
+    _, client = serve(run)
+    publish(run, client, 0)
+    idle = join(client, "idle")
+    began = time.monotonic()
+    assert client.await_receivers(0, timeout_s=1.0) == ([], [idle])
+    assert time.monotonic() - began < 10

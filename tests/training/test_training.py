@@ -100,6 +100,19 @@ def test_a_run_leaves_its_summary_curves_and_metrics(synchronous_run):
     assert [json.loads(line)["step"] for line in lines] == list(range(6))
 
 
+def test_prefect_shows_the_steps_the_stages_and_the_artifacts(synchronous_run, prefect_server):
+    run_id = json.loads((synchronous_run / "run.json").read_text())["run_id"]
+    names = {task_run["name"] for task_run in prefect_server.find("task_runs")}
+    assert {f"step-{step}" for step in range(6)} <= names
+    assert {f"{stage}-{version}" for stage in ("export", "announce", "await-workers") for version in range(7)} <= names
+    artifacts = {
+        artifact["key"]: artifact for artifact in prefect_server.find("artifacts") if artifact["key"].startswith(run_id)
+    }
+    assert set(artifacts) == {f"{run_id}-{kind}" for kind in ("progress", "steps", "report")}
+    assert artifacts[f"{run_id}-progress"]["data"] == 100.0
+    assert all(artifact["flow_run_id"] for artifact in artifacts.values())
+
+
 def test_a_learner_killed_midway_resumes_to_the_same_losses(synchronous_run, train):
     first = train(*SYNCHRONOUS)
     first.wait_until(lambda: steps_done(first) >= 3)
@@ -129,10 +142,11 @@ def test_workers_and_hub_killed_midway_cost_no_group(train):
     assert len(rows(command.run, "SELECT 1 FROM paid_intervals")) == 3, "two workers and one replacement"
 
 
-def test_ctrl_c_ends_in_order_and_the_run_can_go_on(train):
+@pytest.mark.parametrize("notice", [signal.SIGINT, signal.SIGTERM])
+def test_a_notice_ends_a_run_in_order_and_it_can_go_on(train, notice):
     command = train("run.steps=500")
     command.wait_until(lambda: steps_done(command) >= 3)
-    command.process.send_signal(signal.SIGINT)
+    command.process.send_signal(notice)
     assert command.wait(60) == 130, command.said
     assert "--resume" in command.said and "Traceback" not in command.said
     assert command.survivors() == []

@@ -1,5 +1,6 @@
 """Prefect's server and `echo2 train` as processes under test."""
 
+import json
 import os
 import signal
 import socket
@@ -49,6 +50,17 @@ class PrefectServer:
             return urllib.request.urlopen(f"{self.url}/health", timeout=2).status == 200
         except OSError:
             return False
+
+    def find(self, kind):
+        """All records of a kind, such as `task_runs`, that the server holds."""
+        found = []
+        while True:
+            query = json.dumps({"offset": len(found), "limit": 200}).encode()
+            request = urllib.request.Request(f"{self.url}/{kind}/filter", query, {"Content-Type": "application/json"})
+            page = json.load(urllib.request.urlopen(request, timeout=30))
+            found += page
+            if len(page) < 200:
+                return found
 
     def kill(self):
         for process in [*psutil.Process(self._process.pid).children(recursive=True), psutil.Process(self._process.pid)]:
