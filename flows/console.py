@@ -14,7 +14,7 @@ from echo2.errors import UserError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from flows.session import Session
+    from echo2.hub.client import HubClient
 
 LIVE_INTERVAL_S = 0.5
 LINE_INTERVAL_S = 5.0
@@ -26,11 +26,11 @@ def say(text: str) -> None:
 
 
 @contextmanager
-def watching(session: Session) -> Iterator[None]:
+def watching(hub: HubClient) -> Iterator[None]:
     """Show how the run stands during the block."""
     ending = threading.Event()
     show = _show_live if sys.stdout.isatty() else _show_lines
-    thread = threading.Thread(target=show, args=(session, ending), name="console", daemon=True)
+    thread = threading.Thread(target=show, args=(hub, ending), name="console", daemon=True)
     thread.start()
     try:
         yield
@@ -39,29 +39,29 @@ def watching(session: Session) -> Iterator[None]:
         thread.join(5.0)
 
 
-def _show_lines(session: Session, ending: threading.Event) -> None:
+def _show_lines(hub: HubClient, ending: threading.Event) -> None:
     shown = -1
     while not ending.wait(LINE_INTERVAL_S):
-        status = _status(session)
+        status = _status(hub)
         if status is not None and status["step"] != shown:
             shown = status["step"]
             say(status_line(status))
 
 
-def _show_live(session: Session, ending: threading.Event) -> None:
+def _show_live(hub: HubClient, ending: threading.Event) -> None:
     from rich.live import Live
 
     began = time.monotonic()
     with Live(refresh_per_second=4, transient=True) as live:
         while not ending.wait(LIVE_INTERVAL_S):
-            status = _status(session)
+            status = _status(hub)
             if status is not None:
                 live.update(status_table(status, time.monotonic() - began))
 
 
-def _status(session: Session) -> dict[str, Any] | None:
+def _status(hub: HubClient) -> dict[str, Any] | None:
     try:
-        return session.hub.status()
+        return hub.status()
     except UserError:
         return None  # the hub restarts; the keeper has said so
 

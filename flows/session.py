@@ -147,7 +147,7 @@ def open_session(config: Config, resume: bool) -> Iterator[Session]:
         if learner.version or replayed:
             say(f"learner goes on from version {learner.version}; {replayed} steps are replayed")
         session = Session(run, hub, fleet, learner)
-        with watching(session):
+        with watching(hub):
             yield session
 
 
