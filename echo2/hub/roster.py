@@ -120,11 +120,12 @@ class Roster:
     # --- money
 
     def open_interval(self, name: str, offer: str, price_usd_per_hour: float) -> None:
-        """A worker was launched and is paid for from now on."""
+        """A worker was launched and is paid for from now on; said again, it changes nothing."""
         with self._db.transaction():
-            self._db.execute(
-                "INSERT INTO paid_intervals VALUES (?, ?, ?, ?, NULL)", (name, offer, price_usd_per_hour, self._clock())
-            )
+            if not self._db.rows("SELECT 1 FROM paid_intervals WHERE name = ? AND terminated_at_s IS NULL", name):
+                self._db.execute(
+                    "INSERT INTO paid_intervals VALUES (?, ?, ?, ?, NULL)", (name, offer, price_usd_per_hour, self._clock())
+                )
 
     def close_interval(self, name: str) -> None:
         """The worker was terminated: nothing more is paid for it."""
