@@ -1,6 +1,7 @@
 """Whole runs through Prefect, hub and workers: what they compute, and what they survive."""
 
 import json
+import shutil
 import signal
 import sqlite3
 import time
@@ -167,6 +168,15 @@ def test_ctrl_c_during_the_start_leaves_nothing_behind(train, after_s):
     assert command.wait(60) == 130, command.said
     assert "Traceback" not in command.said
     assert command.survivors() == []
+
+
+def test_a_model_folder_of_the_users_own_is_trained(train, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(prepare_model(load_config([], []), print), folder)
+    (folder / "generation_config.json").unlink()
+    command = train("run.steps=2", f"model.path={folder}")
+    assert command.wait() == 0, command.said
+    assert steps_done(command) == 2
 
 
 def test_a_run_shorter_than_its_staleness_ends(train):
