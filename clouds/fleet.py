@@ -92,6 +92,11 @@ class Fleet:
                 if self._clock() >= self._not_before[name]:
                     self._launch(name)
 
+    def let_go(self) -> None:
+        """From now on whoever leaves is not replaced: the run's last step is done."""
+        with self._busy:
+            self._stopped = True
+
     def raise_if_hopeless(self) -> None:
         """Raises UserError once every worker has died early `HOPELESS_DEATHS` times in a row: starting more would not help."""
         if self._names and min(self._early_deaths.values()) >= HOPELESS_DEATHS:

@@ -6,17 +6,21 @@ exit code 2; an interrupted run ends with exit code 130.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import socket
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from echo2 import __version__
 from echo2.errors import UserError
+
+if TYPE_CHECKING:
+    from echo2.capacity.plan import Plan
 
 OVERRIDES_HELP = "CONFIG… are TOML files, read left to right; SECTION.KEY=VALUE overrides them."
 
@@ -29,16 +33,22 @@ def echo2() -> None:
 
 @echo2.command(epilog=OVERRIDES_HELP)
 @click.argument("settings", nargs=-1, metavar="[CONFIG]… [SECTION.KEY=VALUE]…")
-def plan(settings: tuple[str, ...]) -> None:
+@click.option("--plot", "plot_file", type=click.Path(path_type=Path), help="Draw utilisation against pool, S and D (.png).")
+def plan(settings: tuple[str, ...], plot_file: Path | None) -> None:
     """Predict step time, learner utilisation, what binds, and the throughput that the learner needs."""
     from echo2.capacity.plan import make_plan, render_plan
 
-    click.echo(render_plan(make_plan(_load(settings))))
+    made = make_plan(_load(settings))
+    if plot_file is not None:
+        _write_plot(made, plot_file)
+    click.echo(render_plan(made))
+    if plot_file is not None:
+        click.echo(f"\nUtilisation against pool, S and D is drawn in {plot_file}")
 
 
 @echo2.command(epilog=OVERRIDES_HELP)
 @click.argument("settings", nargs=-1, metavar="[CONFIG]… [SECTION.KEY=VALUE]…")
-@click.option("--resume", is_flag=True, help="Go on with the run that is in the run's directory.")
+@click.option("--resume", is_flag=True, help="Go on with the run that is in the run's directory, or start it.")
 @click.option("--dry-run", is_flag=True, help="Print the resolved configuration and the plan, and start nothing.")
 def train(settings: tuple[str, ...], resume: bool, dry_run: bool) -> None:
     """Train: start hub and workers, run the learner as Prefect flows, end with a summary."""
@@ -46,7 +56,6 @@ def train(settings: tuple[str, ...], resume: bool, dry_run: bool) -> None:
     if dry_run:
         from echo2.capacity.plan import make_plan, render_plan
         from echo2.config import dump_toml
-
         click.echo(dump_toml(config))
         click.echo(render_plan(make_plan(config)))
         return
@@ -91,6 +100,27 @@ def status(run: Path, as_json: bool) -> None:
 
     found: dict[str, Any] = inspect_run(run)
     click.echo(json.dumps(found, indent=2) if as_json else render_status(found), nl=False)
+
+
+def _write_plot(made: Plan, file: Path) -> None:
+    """Raises UserError where matplotlib is not installed, or `file` is no PNG or cannot be written."""
+    if file.suffix.lower() != ".png":
+        raise UserError(f"--plot {file} does not end in .png: the plot is a PNG picture, so name it like one")
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        if error.name != "matplotlib":
+            raise
+        raise UserError("--plot needs matplotlib, which is not installed: pip install '.[learner]'") from error
+    from echo2.capacity.plots import plot_plan
+
+    figure, picture = Figure(), io.BytesIO()
+    plot_plan(made, figure)
+    figure.savefig(picture, format="png", dpi=120)
+    try:
+        file.write_bytes(picture.getvalue())
+    except OSError as error:
+        raise UserError(f"--plot {file} cannot be written ({error.strerror}): name a file that you may write") from error
 
 
 def _load(settings: tuple[str, ...]) -> Any:

@@ -158,5 +158,5 @@ def _explain(error: ValidationError) -> str:
         elif problem["type"] == "value_error":
             lines.append(str(problem["ctx"]["error"]))
         else:
-            lines.append(f"{name} = {problem['input']!r}: {problem['msg'].lower()}")
+            lines.append(f"{name} = {problem['input']!r}: {problem['msg'][:1].lower()}{problem['msg'][1:]}")
     return "; ".join(lines)

@@ -59,6 +59,14 @@ class Lease(Wire):
     timeout_s: float
 
 
+class LeaseAnswer(Wire):
+    """What a worker that asked for leases is told."""
+
+    leases: tuple[Lease, ...]
+    ended: bool = False
+    """All steps of the run are done: the worker may leave."""
+
+
 class WorkerWelcome(Wire):
     """The hub's answer to a registration."""
 

@@ -39,7 +39,7 @@ def write_report(run: RunDirectory, status: Mapping[str, Any], steps: Steps, sto
 def summarise(config: Config, status: Mapping[str, Any], steps: Steps) -> dict[str, Any]:
     """The run's figures; a figure that the run did not produce is None.
 
-    Busy shares leave out the first step, whose wait is the start of the workers. `wall_s` spans the steps.
+    Busy shares leave out the waits in which a segment's workers start. `wall_s` is the learner's work and waiting.
     """
     exact = [step["exact_match"] for step in steps if "exact_match" in step]
     predicted = predict_busy_share(config, status)
@@ -65,9 +65,9 @@ def summarise(config: Config, status: Mapping[str, Any], steps: Steps) -> dict[s
 
 
 def observed_busy_share(steps: Steps) -> float | None:
-    """The learner's share of work in its time, from the second step on."""
-    work_s = sum(step["learner/step_s"] for step in steps[1:])
-    wait_s = sum(step["learner/wait_s"] for step in steps[1:])
+    """The learner's share of work in its time, the start of the workers left out."""
+    work_s = sum(step["learner/step_s"] for step in steps)
+    wait_s = sum(step["learner/wait_s"] for step in steps)
     return work_s / (work_s + wait_s) if work_s else None
 
 

@@ -52,25 +52,7 @@ def ended_in_spite_of(error: Exception, summary_file: Path, began_unix_s: float)
         if summary_file.stat().st_mtime >= began_unix_s:
             log.warning("Prefect's server is away (%s): the end of this flow run is not recorded there", error)
             return json.loads(summary_file.read_text(encoding="utf-8"))
-    raise _absent(os.environ.get("PREFECT_API_URL", "its own address"), error) from error
-
-
-def require_server() -> None:
-    """Raises UserError if Prefect is set to use a server that is not there."""
-    import httpx
-    from prefect.settings import PREFECT_API_URL
-
-    address = PREFECT_API_URL.value()
-    if not address:
-        return
-    try:
-        httpx.get(f"{address.rstrip('/')}/health", timeout=10.0)
-    except httpx.TransportError as error:
-        raise _absent(address, error) from None
-
-
-def _absent(address: str, error: Exception) -> UserError:
-    return UserError(f"Prefect's server at {address} does not answer ({error}): start it, or unset PREFECT_API_URL")
+    raise UserError(f"Prefect's server does not answer ({error}): start it, or unset PREFECT_API_URL") from error
 
 
 def leave(code: int, at_once: bool) -> NoReturn:

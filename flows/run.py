@@ -7,14 +7,18 @@ import signal
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 from echo2.config import Config
 from echo2.errors import UserError
 from echo2.hub.address import listen
+from echo2.hub.inspection import inspect_run
+from echo2.models.preparation import check_model_and_task
 from echo2.run_directory import find_run
 from flows.console import say
-from flows.outage import ended_in_spite_of, leave, require_server, say_outage_once
+from flows.outage import ended_in_spite_of, leave, say_outage_once
+from flows.temporary_server import server_for_run
 
 INTERRUPTED = 130
 
@@ -28,20 +32,49 @@ def run_to_end(config: Config, resume: bool) -> NoReturn:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGINT, on_interrupt)
-    # What can be refused at once is refused before Prefect takes its time to start.
-    find_run(config, resume)
-    listen(config.hub.host, config.hub.port).close()
     try:
-        _run_segments(config, resume)
+        code, outage = (0, False) if _is_complete(config, resume) else _run_segments(config, resume)
     except BaseException:
         # Libraries make other errors of an interrupt that meets them midway; whatever was open has been closed by now.
         if not interrupted.is_set():
             raise
-    say("echo2: interrupted")
-    leave(INTERRUPTED, at_once=True)
+        say(f"interrupted; if {_place(config)} holds the run, the same command with --resume goes on with it")
+        leave(INTERRUPTED, at_once=True)
+    leave(code, at_once=outage)
 
 
-def _run_segments(config: Config, resume: bool) -> NoReturn:
+def check_startable(config: Config, resume: bool) -> None:
+    """Raises UserError for what can be refused at once, before Prefect and torch take their time to start."""
+    found = find_run(config, resume)
+    if found is not None:
+        with found.held():
+            pass
+    listen(config.hub.host, config.hub.port).close()
+    check_model_and_task(config)
+
+
+def _place(config: Config) -> Path:
+    return config.run.directory.expanduser() / config.run.name
+
+
+def _is_complete(config: Config, resume: bool) -> bool:
+    check_startable(config, resume)
+    found = find_run(config, resume)
+    if found is None:
+        if resume:
+            say(f"there is no run in {_place(config)} to resume: a new one starts")
+        return False
+    if not found.ledger.exists():
+        return False
+    step = inspect_run(found.path)["step"]
+    if step >= config.run.steps:
+        say(f"run {found.run_id} is complete: it has {step} of {config.run.steps} steps; raise run.steps to go on")
+        return True
+    return False
+
+
+def _run_segments(config: Config, resume: bool) -> tuple[int, bool]:
+    """The exit code, and whether Prefect's server was lost on the way."""
     say(f"starting Prefect for run {config.run.name}")
     began = time.monotonic()
     import httpx
@@ -49,32 +82,33 @@ def _run_segments(config: Config, resume: bool) -> NoReturn:
     from flows.train import train
 
     logging.getLogger("prefect.flow_runs").addFilter(_without_traceback)
-    require_server()
     say_outage_once()
     outage = False
-    while True:
-        segment_began = time.time()
-        try:
-            summary = train(config, resume=resume)
-        except httpx.TransportError as error:
-            outage = True
-            summary = ended_in_spite_of(
-                error, config.run.directory.expanduser() / config.run.name / "summary.json", segment_began
-            )
-        if summary["stopped"]:
-            say(f"stopped at step {summary['steps']} of {config.run.steps}; the same command with --resume goes on from there")
-            leave(INTERRUPTED, at_once=outage)
-        if summary["steps"] >= config.run.steps:
-            say(render_summary(summary, config, time.monotonic() - began))
-            leave(0, at_once=outage)
-        resume = True
+    with server_for_run():
+        while True:
+            segment_began = time.time()
+            try:
+                summary = train(config, resume=resume)
+            except httpx.TransportError as error:
+                outage = True
+                summary = ended_in_spite_of(error, _place(config) / "summary.json", segment_began)
+            if summary["stopped"]:
+                steps = f"{summary['steps']} of {config.run.steps}"
+                say(f"stopped at step {steps}; the same command with --resume goes on from there")
+                return INTERRUPTED, outage
+            if summary["steps"] >= config.run.steps:
+                say(render_summary(summary, config, time.monotonic() - began))
+                return 0, outage
+            resume = True
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:
     """Errors that the command line explains in one line at the end are not shown by Prefect as well."""
     import httpx
 
-    return not (record.exc_info and isinstance(record.exc_info[1], UserError | httpx.TransportError))
+    explained = UserError | httpx.TransportError | KeyboardInterrupt
+    crashed = record.getMessage().startswith("Crash detected!")
+    return not crashed and not (record.exc_info and isinstance(record.exc_info[1], explained))
 
 
 def render_summary(summary: Mapping[str, Any], config: Config, elapsed_s: float) -> str:
@@ -83,9 +117,9 @@ def render_summary(summary: Mapping[str, Any], config: Config, elapsed_s: float)
     def share(value: float | None) -> str:
         return "unknown" if value is None else f"{100 * value:.1f} %"
 
-    path = config.run.directory.expanduser() / config.run.name
     lines = [
-        f"run {summary['run_id']} has ended after {summary['steps']} steps and {elapsed_s:.0f} s",
+        f"run {summary['run_id']} has ended after {summary['steps']} steps: {summary['wall_s']:.0f} s of training, "
+        f"{elapsed_s:.0f} s with start and end",
         f"  exact match         {share(summary['exact_match_first'])} in the first 3 steps, "
         f"{share(summary['exact_match_last'])} in the last 10",
         f"  learner busy        {share(summary['busy_share_observed'])} observed, "
@@ -94,6 +128,6 @@ def render_summary(summary: Mapping[str, Any], config: Config, elapsed_s: float)
         f"  groups              {summary['trained_groups']} trained; "
         + ", ".join(f"{summary['groups'][state]} {state}" for state in ("filtered", "expired", "failed")),
         f"  dissemination       {summary['versions_disseminated']} versions to {summary['workers']} workers",
-        f"  everything is in    {path} (summary.json, report/, checkpoints/, ledger.db, logs/)",
+        f"  everything is in    {_place(config)} (summary.json, report/, checkpoints/, ledger.db, logs/)",
     ]
     return "\n".join(lines)

@@ -153,10 +153,10 @@ def open_session(config: Config, resume: bool) -> Iterator[Session]:
 
 def _who_works(run: RunDirectory, hub_url: str) -> str:
     if run.config.fleet.workers:
-        return f"{run.config.fleet.workers} workers are starting"
-    port = hub_url.rsplit(":", 1)[1]
-    token = run.path / "token"
-    return f"waiting for workers: echo2 worker --hub http://THIS-HOST:{port}, with ECHO2_TOKEN as in {token}"
+        workers = run.config.fleet.workers
+        return f"{workers} workers are starting" if workers > 1 else "1 worker is starting"
+    address = hub_url.replace("0.0.0.0", "THIS-HOST").replace("[::]", "THIS-HOST")
+    return f"waiting for workers: echo2 worker --hub {address}, with ECHO2_TOKEN as in {run.path / 'token'}"
 
 
 def _provide_model(run: RunDirectory) -> Path:

@@ -14,6 +14,7 @@ class Stopwatch:
         self._clock = clock
         self._lap_began = clock()
         self._wait_s = 0.0
+        self._first = True
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -22,10 +23,21 @@ class Stopwatch:
         self._wait_s += self._clock() - began
 
     def lap(self) -> dict[str, float]:
-        """Seconds of work and of waiting since the last lap, and the share that was waiting."""
+        """Seconds of work and of waiting since the last lap, and the share that was waiting.
+
+        The first wait, in which the workers start, is told apart.
+        """
         now = self._clock()
         total_s, wait_s = now - self._lap_began, self._wait_s
         self._lap_began, self._wait_s = now, 0.0
+        if self._first:
+            self._first = False
+            return {
+                "learner/step_s": total_s - wait_s,
+                "learner/start_s": wait_s,
+                "learner/wait_s": 0.0,
+                "learner/idle_share": 0.0,
+            }
         return {
             "learner/step_s": total_s - wait_s,
             "learner/wait_s": wait_s,

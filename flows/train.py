@@ -48,6 +48,8 @@ def train_segment(session: Session) -> None:
         metrics = learner_step(learner, quote(batch))
         if learner.version % config.staleness.publish_interval == 0:
             metrics |= dissemination.publish()
+        if learner.version == config.run.steps:
+            session.fleet.let_go()
         hub.commit(step, metrics | stopwatch.lap(), session.oldest_checkpoint)
         # After the commit, so that no checkpoint is ever ahead of the ledger.
         if learner.version % config.learner.checkpoint_interval == 0 or learner.version == last:

@@ -156,6 +156,7 @@ def test_the_summary_in_the_readme_is_the_one_that_a_run_prints():
     summary = {
         "run_id": "demo-seed0-1",
         "steps": 100,
+        "wall_s": 44.0,
         "exact_match_first": 0.1,
         "exact_match_last": 0.1,
         "busy_share_observed": 0.1,

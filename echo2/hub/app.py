@@ -167,8 +167,7 @@ def _add_worker_routes(app: FastAPI, run: RunDirectory) -> None:
 
     @app.post("/v1/workers/{worker_id}/leases")
     async def lease(request: Request, worker_id: str, wanted: LeaseRequest) -> dict[str, Any]:
-        leases = await _hub(request).lease(worker_id, wanted.limit, wanted.wait_s)
-        return {"leases": [item.model_dump() for item in leases]}
+        return (await _hub(request).lease(worker_id, wanted.limit, wanted.wait_s)).model_dump()
 
     @app.post("/v1/workers/{worker_id}/returns")
     async def return_leases(request: Request, worker_id: str, returned: LeaseReturn) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import tenacity
 
 from echo2.dissemination.manifest import Manifest, SnapshotWithdrawn, parse_manifest
 from echo2.errors import UserError, WaitTimeout
-from echo2.protocol import Batch, GroupRollouts, Lease, Telemetry, WorkerWelcome, decode_batch, encode_group
+from echo2.protocol import Batch, GroupRollouts, LeaseAnswer, Telemetry, WorkerWelcome, decode_batch, encode_group
 
 MAX_PAUSE_S = 2.0
 POLL_S = 20.0
@@ -77,9 +77,9 @@ class HubClient:
     def loaded(self, worker_id: str, telemetry: Telemetry) -> None:
         self._json("POST", f"/v1/workers/{worker_id}/loaded", telemetry.model_dump())
 
-    def lease(self, worker_id: str, limit: int, wait_s: float) -> list[Lease]:
+    def lease(self, worker_id: str, limit: int, wait_s: float) -> LeaseAnswer:
         answer = self._json("POST", f"/v1/workers/{worker_id}/leases", {"limit": limit, "wait_s": wait_s}, wait_s)
-        return [Lease.model_validate(item) for item in answer["leases"]]
+        return LeaseAnswer.model_validate(answer)
 
     def post(self, worker_id: str, group: GroupRollouts) -> str:
         """Hand in a group; returns the hub's verdict once it is durable."""

@@ -23,7 +23,7 @@ from echo2.hub.roster import Roster
 from echo2.hub.scoring import ScoringPool
 from echo2.hub.signals import Signal
 from echo2.hub.statistics import Statistics
-from echo2.protocol import Batch, GroupRollouts, Lease, Sampling, Telemetry, TrainingGroup, WorkerWelcome
+from echo2.protocol import Batch, GroupRollouts, Lease, LeaseAnswer, Sampling, Telemetry, TrainingGroup, WorkerWelcome
 from echo2.run_directory import RunDirectory
 from echo2.tasks.catalog import make_task
 from echo2.tasks.order import prompt_index
@@ -121,11 +121,18 @@ class Hub:
         self.snapshot_loaded.fire()
         self.leases_open.fire()
 
-    async def lease(self, worker_id: str, limit: int, wait_s: float) -> list[Lease]:
-        """Leases for a worker, at most `limit`; waits up to `wait_s` for some."""
-        leased = await self.leases_open.poll(lambda: self._lease_now(worker_id, limit), wait_s) or []
+    async def lease(self, worker_id: str, limit: int, wait_s: float) -> LeaseAnswer:
+        """Leases for a worker, at most `limit`; waits up to `wait_s` for some, or for the end of the run."""
         config = self.run.config
-        return [
+
+        async def look() -> tuple[list[LeasedGroup], bool] | None:
+            if await self.durably(lambda: self.ledger.current_step) >= config.run.steps:
+                return [], True
+            leased = await self._lease_now(worker_id, limit)
+            return (leased, False) if leased else None
+
+        leased, ended = await self.leases_open.poll(look, wait_s) or ([], False)
+        leases = [
             Lease(
                 group_id=group.group_id,
                 attempt=group.attempt,
@@ -135,6 +142,7 @@ class Hub:
             )
             for group in leased
         ]
+        return LeaseAnswer(leases=tuple(leases), ended=ended)
 
     async def post(self, worker_id: str, group: GroupRollouts) -> PostOutcome:
         outcome = await self.durably(self.ledger.post, worker_id, group)

@@ -34,6 +34,15 @@ def prepare_model(config: Config, progress: Callable[[str], None]) -> Path:
     return folder
 
 
+def check_model_and_task(config: Config) -> None:
+    """Raises ConfigError if the task cannot be made, or if a model folder is incomplete or does not fit it; needs no torch."""
+    task = make_task(config.task, config.run.seed)
+    if config.model.path != "tiny":
+        folder = Path(config.model.path).expanduser()
+        check_model_folder(folder)
+        check_agreement(task, load_tokenizer(folder))
+
+
 def check_model_folder(folder: Path) -> None:
     """Raise ConfigError unless `folder` holds config.json, tokenizer.json and safetensors weights."""
     if not folder.is_dir():

@@ -27,6 +27,7 @@ class LeaseTaker(Background):
         self._news = news
         self._held: tuple[str, list[Lease]] | None = None
         self._wanted = threading.Event()
+        self.run_ended = threading.Event()
 
     def take(self) -> tuple[str, list[Lease]] | None:
         """The worker id that the leases were given to, and the leases; None while there are none. Asks for more if so."""
@@ -42,7 +43,7 @@ class LeaseTaker(Background):
                 continue
             worker_id = self._pulse.worker_id
             try:
-                leases = self._client.lease(worker_id, self._slots, POLL_S)
+                answer = self._client.lease(worker_id, self._slots, POLL_S)
             except HubUnavailable as error:
                 log.warning("%s", error)
                 continue
@@ -51,8 +52,11 @@ class LeaseTaker(Background):
                 if not self.stopping.wait(REFUSED_PAUSE_S):
                     log.warning("%s", error)
                 continue
-            if leases:
-                with self._news:
+            with self._news:
+                if answer.leases:
                     self._wanted.clear()
-                    self._held = (worker_id, leases)
-                    self._news.notify_all()
+                    self._held = (worker_id, list(answer.leases))
+                elif answer.ended:
+                    self.run_ended.set()
+                    self.stop()
+                self._news.notify_all()

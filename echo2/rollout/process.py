@@ -14,10 +14,18 @@ from echo2.rollout.worker import Worker
 
 
 def work(hub_url: str, token: str, name: str, overrides: list[str], parent_pid: int | None) -> None:
-    """Register with the hub and work until SIGTERM or SIGINT. `overrides` change this worker's own settings."""
+    """Register with the hub and work until the run ends, or until SIGTERM or SIGINT.
+
+    `overrides` change this worker's own settings. Raises UserError if they are not, or if the hub cannot be reached.
+    """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    client = HubClient(hub_url, token)
+    foreign = [text for text in overrides if not text.startswith("worker.")]
+    if foreign:
+        raise ConfigError(f"{foreign[0]} is not a worker's own setting: only worker.KEY=VALUE can be changed here")
+    own = override(Config(), overrides).worker
+    client = HubClient(hub_url, token, request_timeout_s=own.request_timeout_s, patience_s=own.orphan_timeout_s)
+    print(f"worker {name} joins hub {client.url}", flush=True)
     welcome = client.register(name)
     try:
         config = override(Config.model_validate(welcome.config), overrides)
@@ -31,9 +39,9 @@ def work(hub_url: str, token: str, name: str, overrides: list[str], parent_pid: 
         signal.signal(notice, lambda *_: worker.stop())
     if parent_pid is not None:
         end_with_parent(parent_pid, worker.stop)
-    print(f"worker {welcome.worker_id} of run {welcome.run_id} serves hub {client.url}", flush=True)
+    print(f"worker {welcome.worker_id} serves run {welcome.run_id}", flush=True)
     try:
         worker.run()
     finally:
         client.close()
-    print(f"worker {welcome.worker_id} left", flush=True)
+    print(f"worker {welcome.worker_id} left" + (": the run has ended" if worker.run_ended else ""), flush=True)

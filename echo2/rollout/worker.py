@@ -81,6 +81,11 @@ class Worker:
         self._outbox = Outbox(client, self._news)
         self._follower = SnapshotFollower(HubSource(client), self._run_id, token, on_arrival=self._wake)
 
+    @property
+    def run_ended(self) -> bool:
+        """Whether the hub said that the run is over."""
+        return self._leases.run_ended.is_set()
+
     def stop(self) -> None:
         """Leave: hand in what is finished, return the rest."""
         self._leaving.set()
@@ -102,7 +107,7 @@ class Worker:
             self._leave(notice_s)
 
     def _work(self, engine: Engine) -> None:
-        while not self._leaving.is_set():
+        while not self._leaving.is_set() and not self._leases.run_ended.is_set():
             self._check_hub()
             snapshot = self._follower.take()
             if snapshot is not None:

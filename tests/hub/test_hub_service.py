@@ -68,9 +68,9 @@ def test_a_worker_without_a_snapshot_gets_no_lease(make_run, serve, publish):
     _, client = serve(run)
     worker_id = join(client)
     snapshot_id = publish(run, client, 0)
-    assert client.lease(worker_id, 4, wait_s=0.2) == []
+    assert client.lease(worker_id, 4, wait_s=0.2).leases == ()
     client.loaded(worker_id, Telemetry(version=0, snapshot_id=snapshot_id))
-    assert len(client.lease(worker_id, 4, wait_s=5.0)) == 4
+    assert len(client.lease(worker_id, 4, wait_s=5.0).leases) == 4
 
 
 def test_a_worker_that_holds_a_snapshot_that_was_taken_back_gets_no_lease(make_run, serve, publish):
@@ -78,14 +78,14 @@ def test_a_worker_that_holds_a_snapshot_that_was_taken_back_gets_no_lease(make_r
     _, client = serve(run)
     publish(run, client, 0)
     worker_id = join(client, version=0, snapshot_id="0-other-weights")
-    assert client.lease(worker_id, 4, wait_s=0.2) == []
+    assert client.lease(worker_id, 4, wait_s=0.2).leases == ()
 
 
 def test_a_batch_comes_when_its_groups_are_scored(make_run, serve, publish):
     run = make_run(*FEW, "task.type=arithmetic", "task.exact_match_weight=0.5", "batch.drop_zero_variance=false")
     _, client = serve(run)
     worker_id = join(client, snapshot_id=publish(run, client, 0))
-    for lease in client.lease(worker_id, 2, wait_s=5.0):
+    for lease in client.lease(worker_id, 2, wait_s=5.0).leases:
         assert client.post(worker_id, group_of(lease)) == "accepted"
     batch = client.take_batch(0)
     assert [g.group_id for g in batch.groups] == [0, 1]
@@ -101,7 +101,7 @@ def test_an_accepted_rollout_survives_kill_9_of_the_hub(make_run, serve, publish
     run = make_run(*FEW, "batch.drop_zero_variance=false")
     process, client = serve(run)
     worker_id = join(client, snapshot_id=publish(run, client, 0))
-    leases = client.lease(worker_id, 2, wait_s=5.0)
+    leases = client.lease(worker_id, 2, wait_s=5.0).leases
     assert client.post(worker_id, group_of(leases[0])) == "accepted"
     os.kill(process._process.pid, signal.SIGKILL)
     wait_until(lambda: process._process.poll() is not None)
@@ -117,16 +117,16 @@ def test_a_silent_worker_is_lost_and_its_leases_go_to_another(make_run, serve, p
     _, client = serve(run)
     snapshot_id = publish(run, client, 0)
     silent = join(client, "silent", snapshot_id=snapshot_id)
-    taken = client.lease(silent, 2, wait_s=5.0)
+    taken = client.lease(silent, 2, wait_s=5.0).leases
     wait_until(lambda: not client.status()["workers"])
     other = join(client, "other", snapshot_id=snapshot_id)
-    again = client.lease(other, 2, wait_s=5.0)
+    again = client.lease(other, 2, wait_s=5.0).leases
     assert [lease.group_id for lease in again] == [lease.group_id for lease in taken]
     assert [lease.attempt for lease in again] == [2, 2]
 
 
 def test_simulated_workers_fill_batches_and_follow_versions(make_run, serve, publish, start_worker):
-    run = make_run(*FEW, "batch.drop_zero_variance=false", "worker.simulated_group_latency_s=0.05")
+    run = make_run(*FEW, "run.steps=7", "batch.drop_zero_variance=false", "worker.simulated_group_latency_s=0.05")
     _, client = serve(run)
     workers = [start_worker(client, run.token, name) for name in ("a", "b")]
     publish(run, client, 0)
@@ -164,7 +164,7 @@ def test_sigterm_hands_leases_back_at_once(make_run, serve, publish, start_worke
     worker.send_signal(signal.SIGTERM)
     assert worker.wait(15) == 0
     other = join(client, "other", snapshot_id=client.newest_snapshot(None, 0.0).snapshot_id)
-    assert len(client.lease(other, 6, wait_s=2.0)) == 6
+    assert len(client.lease(other, 6, wait_s=2.0).leases) == 6
 
 
 def test_a_worker_with_a_wrong_token_ends_with_one_message(make_run, serve, start_worker, tmp_path):
@@ -200,6 +200,23 @@ def test_metrics_are_in_prometheus_format(make_run, serve):
     _, client = serve(run)
     text = httpx.get(f"{client.url}/metrics", headers={"Authorization": f"Bearer {run.token}"}).text
     assert "echo2_step 0.0" in text and 'echo2_groups{state="trained"} 0.0' in text
+
+
+def test_workers_end_by_themselves_when_the_last_step_is_done(make_run, serve, publish, start_worker, tmp_path):
+    run = make_run(*FEW, "run.steps=1", "batch.drop_zero_variance=false")
+    _, client = serve(run)
+    publish(run, client, 0)
+    worker = start_worker(client, run.token)
+    client.take_batch(0)
+    client.commit(0, {}, 0)
+    assert worker.wait(20) == 0
+    assert "the run has ended" in (tmp_path / "w.log").read_text()
+
+
+def test_a_worker_takes_only_settings_of_its_own(start_worker, make_run, serve, tmp_path):
+    _, client = serve(make_run(*FEW))
+    assert start_worker(client, "any", "w", "batch.groups=3").wait(20) == 2
+    assert "batch.groups=3 is not a worker's own setting" in (tmp_path / "w.log").read_text()
 
 
 def test_a_worker_that_never_loads_a_version_is_named_in_time(make_run, serve, publish):
