@@ -1,6 +1,7 @@
 """Whole runs through Prefect, hub and workers: what they compute, and what they survive."""
 
 import json
+import os
 import shutil
 import signal
 import sqlite3
@@ -168,6 +169,23 @@ def test_ctrl_c_during_the_start_leaves_nothing_behind(train, after_s):
     assert command.wait(60) == 130, command.said
     assert "Traceback" not in command.said
     assert command.survivors() == []
+
+
+@pytest.mark.parametrize("notice", [signal.SIGINT, signal.SIGKILL])
+def test_a_temporary_prefect_server_ends_with_its_run(train, tmp_path, notice):
+    environment = {name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"}
+    command = train("run.steps=500", environment=environment | {"PREFECT_HOME": str(tmp_path / "prefect")})
+    command.wait_until(lambda: command.children("echo2 hub"))
+    assert command.children("flows.temporary_server")
+    command.process.send_signal(notice)
+    command.wait(60)
+    assert command.survivors() == []
+
+
+def test_resuming_a_complete_run_says_so_at_once(synchronous_run, train):
+    command = train(*SYNCHRONOUS, "--resume", runs=synchronous_run.parent)
+    assert command.wait(30) == 0
+    assert "is complete" in command.said and "starting Prefect" not in command.said.rsplit("everything is in", 1)[1]
 
 
 def test_a_model_folder_of_the_users_own_is_trained(train, tmp_path):
