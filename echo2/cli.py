@@ -56,6 +56,7 @@ def train(settings: tuple[str, ...], resume: bool, dry_run: bool) -> None:
     if dry_run:
         from echo2.capacity.plan import make_plan, render_plan
         from echo2.config import dump_toml
+
         click.echo(dump_toml(config))
         click.echo(render_plan(make_plan(config)))
         return
@@ -132,6 +133,9 @@ def _load(settings: tuple[str, ...]) -> Any:
 
 def main() -> None:
     """Run a command; the exit code tells how it ended."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         echo2.main(standalone_mode=False)
     except UserError as error:
@@ -143,6 +147,8 @@ def main() -> None:
         _fail("interrupted", 130)
     except BrokenPipeError:
         sys.exit(1)
+    except OSError as error:
+        _fail(f"{error.filename or 'the output'}: {error.strerror}", 2)
 
 
 def _fail(sentence: str, code: int) -> None:

@@ -126,7 +126,7 @@ class BatchSection(Section):
 class SamplingSection(Section):
     """How completions are sampled; log-probabilities are those of the distribution that was sampled from."""
 
-    temperature: PositiveFloat = 1.0
+    temperature: Annotated[float, Field(ge=1e-3)] = 1.0
     """Divides the logits before sampling."""
     max_completion_tokens: PositiveInt = 8
     """A completion that reaches this length ends with finish reason `length`."""

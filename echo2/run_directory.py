@@ -74,13 +74,18 @@ def open_run(path: Path) -> RunDirectory:
     """Open an existing run; raises UserError if there is none."""
     try:
         stamp = json.loads((path / "run.json").read_text(encoding="utf-8"))
-        token = (path / "token").read_text(encoding="utf-8").strip()
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path} is not the directory of a run: check the path (echo2 train makes one)") from None
     except ValueError:
         stamp = None
     if not isinstance(stamp, dict) or not isinstance(stamp.get("run_id"), str):
         raise UserError(f"{path / 'run.json'} is damaged: restore it or start another run")
+    try:
+        token = (path / "token").read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        token = ""
+    if not token:
+        raise UserError(f"{path / 'token'} holds no token: restore it or start another run")
     return RunDirectory(path, stamp["run_id"], token, load_config([path / "config.toml"]))
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 LIVE_INTERVAL_S = 0.5
 LINE_INTERVAL_S = 5.0
+LONGEST_SILENCE_S = 30.0
 
 
 def say(text: str) -> None:
@@ -40,11 +41,12 @@ def watching(hub: HubClient) -> Iterator[None]:
 
 
 def _show_lines(hub: HubClient, ending: threading.Event) -> None:
-    shown = -1
+    shown, silent_s = -1, 0.0
     while not ending.wait(LINE_INTERVAL_S):
         status = _status(hub)
-        if status is not None and status["step"] != shown:
-            shown = status["step"]
+        silent_s += LINE_INTERVAL_S
+        if status is not None and (status["step"] != shown or silent_s >= LONGEST_SILENCE_S):
+            shown, silent_s = status["step"], 0.0
             say(status_line(status))
 
 

@@ -31,7 +31,8 @@ def run_to_end(config: Config, resume: bool) -> NoReturn:
         interrupted.set()
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGINT, on_interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_interrupt)
     try:
         code, outage = (0, False) if _is_complete(config, resume) else _run_segments(config, resume)
     except BaseException:
@@ -81,7 +82,8 @@ def _run_segments(config: Config, resume: bool) -> tuple[int, bool]:
 
     from flows.train import train
 
-    logging.getLogger("prefect.flow_runs").addFilter(_without_traceback)
+    for name in ("prefect.flow_runs", "prefect.task_runs"):
+        logging.getLogger(name).addFilter(_without_traceback)
     say_outage_once()
     outage = False
     with server_for_run():

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 WATCH_INTERVAL_S = 0.5
+YIELD_CHECK_S = 10.0
+DROPS_TO_SPEAK_OF = 10
+"""Batches' worth of groups that may be dropped in a row before the user hears of it."""
 LEDGER_PATIENCE_S = 15.0
 """How long the fleet waits for a hub that restarts before it goes on without telling the ledger."""
 MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "recipe.json")
@@ -49,6 +52,8 @@ class Session:
         self.learner = learner
         self.stop_requested = threading.Event()
         self._last_sign_of_life = time.monotonic()
+        self._next_yield_check = time.monotonic() + YIELD_CHECK_S
+        self._yield_seen = (-1, 0, 0)
 
     def check_supply(self) -> None:
         """While the learner waits for a batch: raises WaitTimeout if nobody is there to fill it, Stopped if asked to stop."""
@@ -56,6 +61,7 @@ class Session:
         self.fleet.raise_if_hopeless()
         if self.hub.live_workers():
             self._last_sign_of_life = time.monotonic()
+        self._check_yield()
         silence_s = time.monotonic() - self._last_sign_of_life
         if silence_s > self.config.fleet.start_timeout_s:
             raise WaitTimeout(
@@ -63,6 +69,27 @@ class Session:
                 f"{self.config.fleet.start_timeout_s:g}: "
                 f"look into {self.run.logs}, or start workers with: echo2 worker --hub {self.hub.url}"
             )
+
+    def _check_yield(self) -> None:
+        """Speak of a supply that never becomes a batch; raises UserError if every group of it failed."""
+        if time.monotonic() < self._next_yield_check:
+            return
+        self._next_yield_check = time.monotonic() + YIELD_CHECK_S
+        status = self.hub.status()
+        groups, step = status["groups"], status["step"]
+        dropped = sum(groups[state] for state in ("filtered", "expired", "failed"))
+        if step != self._yield_seen[0]:
+            self._yield_seen = (step, dropped, groups["failed"])
+            return
+        _, dropped_before, failed_before = self._yield_seen
+        dropped, failed = dropped - dropped_before, groups["failed"] - failed_before
+        if groups["ready"] or dropped < DROPS_TO_SPEAK_OF * self.config.batch.groups:
+            return
+        reason = next((e["detail"] for e in status["events"] if e["kind"].endswith("failed")), "all rewards equal")
+        told = f"step {step} has no group to train after {dropped} were dropped ({failed} failed), the last one for: {reason}"
+        if failed == dropped:
+            raise UserError(f"{told}; look into {self.run.logs}")
+        log.warning("%s", told)
 
     def check_stop(self) -> None:
         """Raises Stopped if the user asked the segment to end."""

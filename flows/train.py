@@ -60,7 +60,9 @@ def train_segment(session: Session) -> None:
 @task(name="learner-step", task_run_name="step-{learner.version}", cache_policy=NO_CACHE, persist_result=False)
 def learner_step(learner: Learner, batch: Batch) -> dict[str, float]:
     """Train version `batch.step` into the next one. The rewards are means over all groups scored for the step."""
-    return learner.train_step(batch) | scored_metrics(batch)
+    metrics = learner.train_step(batch)
+    del metrics["reward"]
+    return scored_metrics(batch) | metrics
 
 
 def scored_metrics(batch: Batch) -> dict[str, float]:

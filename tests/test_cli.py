@@ -152,6 +152,13 @@ def test_a_run_whose_stamp_is_damaged_is_named(make_run):
         assert "run.json" in refusal("status", run.path)
 
 
+def test_a_run_whose_token_is_gone_is_named(make_run):
+    run = make_run()
+    for content in (b"", b"\xff\xfe"):
+        (run.path / "token").write_bytes(content)
+        assert str(run.path / "token") in refusal("hub", run.path)
+
+
 def test_a_run_without_a_ledger_says_so(make_run):
     assert "no ledger yet" in refusal("status", make_run().path)
 

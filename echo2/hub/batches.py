@@ -80,7 +80,10 @@ class Batches:
                 version,
             )
             if gone:
-                raise UserError(f"{gone} rollouts trained since version {version} are no longer kept: use a newer checkpoint")
+                raise UserError(
+                    f"{gone} rollouts trained since version {version} are no longer kept: "
+                    "restore a newer checkpoint or start another run"
+                )
             self._db.execute("UPDATE groups SET state = 'ready' WHERE state = 'trained' AND step >= ?", (version,))
             self._db.execute("DELETE FROM steps WHERE step >= ?", (version,))
         return ahead

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import tenacity
+from pydantic import ValidationError
 
 from echo2.dissemination.manifest import Manifest, SnapshotWithdrawn, parse_manifest
 from echo2.errors import UserError, WaitTimeout
@@ -21,6 +22,12 @@ from echo2.protocol import Batch, GroupRollouts, LeaseAnswer, Telemetry, WorkerW
 MAX_PAUSE_S = 2.0
 POLL_S = 20.0
 BATCH_POLL_S = 1.0
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether another try may go better: not where the request itself cannot be sent."""
+    unsendable = (httpx.LocalProtocolError, httpx.UnsupportedProtocol)
+    return isinstance(error, httpx.TransportError) and not isinstance(error, unsendable)
 
 
 def _checked_address(url: str) -> str:
@@ -69,7 +76,10 @@ class HubClient:
     # --- workers
 
     def register(self, name: str) -> WorkerWelcome:
-        return WorkerWelcome.model_validate(self._json("POST", "/v1/workers", {"name": name}))
+        try:
+            return WorkerWelcome.model_validate(self._json("POST", "/v1/workers", {"name": name}))
+        except ValidationError:
+            raise UserError(f"{self.url} does not answer like the hub of an ECHO-2 run: check --hub and the versions") from None
 
     def heartbeat(self, worker_id: str, telemetry: Telemetry) -> None:
         self._json("POST", f"/v1/workers/{worker_id}/heartbeat", telemetry.model_dump())
@@ -170,12 +180,16 @@ class HubClient:
     # --- transport
 
     def _json(self, method: str, path: str, body: Mapping[str, Any] | None = None, extra_s: float = 0.0) -> dict[str, Any]:
-        return self._request(method, path, json=body, extra_s=extra_s).json()
+        answer = self._request(method, path, json=body, extra_s=extra_s)
+        try:
+            return answer.json()
+        except ValueError:
+            raise UserError(f"what {self.url} answers to {path} is not JSON: is it the hub of an ECHO-2 run?") from None
 
     def _request(self, method: str, path: str, extra_s: float = 0.0, **arguments: Any) -> httpx.Response:
         """Send until answered; `extra_s` is the time that the hub was asked to wait before it answers."""
         attempts = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type(httpx.TransportError),
+            retry=tenacity.retry_if_exception(_may_pass),
             wait=tenacity.wait_random_exponential(multiplier=0.1, max=MAX_PAUSE_S),
             stop=tenacity.stop_after_delay(self.patience_s),
             reraise=True,
@@ -187,7 +201,7 @@ class HubClient:
                 f"hub {self.url} did not answer for {self.patience_s:g} s ({error!r}): is it running?"
             ) from None
         self._last_contact = time.monotonic()
-        if answer.status_code >= 400:
+        if not 200 <= answer.status_code < 300:
             self._raise_refusal(answer)
         return answer
 
@@ -195,6 +209,6 @@ class HubClient:
         try:
             sentence = answer.json()["error"]
         except (ValueError, KeyError, TypeError):
-            sentence = answer.text[:300] or "no reason given"
+            sentence = "without a reason; is it the hub of an ECHO-2 run?"
         kind = SnapshotWithdrawn if answer.status_code == 410 else UserError
         raise kind(f"hub {self.url} refused {answer.request.url.path} ({answer.status_code}): {sentence}")

@@ -99,6 +99,13 @@ class Ledger:
                 leased.append(self._lease_again(group_id, worker_id, version))
         return leased
 
+    def fail(self, group_id: int, reason: str) -> None:
+        """Give up a group for good."""
+        with self._db.transaction():
+            attempt = self._book.group(group_id)["attempt"]
+            self._book.end_attempt(group_id, attempt, "returned", 0)
+            self._book.drop(group_id, "failed", reason)
+
     def return_leases(self, worker_id: str, group_ids: Sequence[int]) -> int:
         """A worker hands back groups that it will not finish; returns how many were still its own."""
         with self._db.transaction():

@@ -7,10 +7,12 @@ completion does not cost its group the others; a scoring process that hangs is k
 from __future__ import annotations
 
 import asyncio
+import logging
 import multiprocessing
 import os
 from collections.abc import Sequence
 from concurrent.futures import TimeoutError as ScoringTimeout
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 from pebble import ProcessExpired, ProcessPool
@@ -22,6 +24,11 @@ from echo2.protocol import Rollout
 from echo2.tasks import ScoringError, Task, checked_score
 from echo2.tasks.catalog import make_task
 from echo2.tasks.tokenizer import TextTokenizer, load_tokenizer
+
+log = logging.getLogger(__name__)
+POOL_ATTEMPTS = 5
+STALL_TIMEOUTS, STALL_GRACE_S = 2.0, 5.0
+"""A pool that has not answered after so many scoring time-outs and these seconds is taken for dead."""
 
 _task: Task
 _tokenizer: TextTokenizer
@@ -52,12 +59,9 @@ class ScoringPool:
 
     def __init__(self, task: TaskSection, seed: int, model_folder: Path, processes: int, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._pool = ProcessPool(
-            max_workers=processes,
-            context=multiprocessing.get_context("spawn"),
-            initializer=_start,
-            initargs=(task, seed, model_folder, os.getpid()),
-        )
+        self._processes = processes
+        self._start_arguments = (task, seed, model_folder, os.getpid())
+        self._pool = self._make_pool()
 
     async def score(self, index: int, rollouts: Sequence[Rollout]) -> list[MemberScore]:
         """The scores of one group's members; `index` is the prompt's."""
@@ -76,8 +80,31 @@ class ScoringPool:
             return MemberScore(member[0], None, reason=f"the scoring process died with exit code {error.exitcode}")
 
     async def _run(self, index: int, members: Sequence[tuple[int, list[int], bool]]) -> list[MemberScore]:
-        future = self._pool.schedule(_score, args=(index, members), timeout=self._timeout_s)
-        return await asyncio.wrap_future(future)
+        for attempt in range(POOL_ATTEMPTS):
+            pool = self._pool
+            try:
+                future = asyncio.wrap_future(pool.schedule(_score, args=(index, members), timeout=self._timeout_s))
+                done, _ = await asyncio.wait([future], timeout=STALL_TIMEOUTS * self._timeout_s + STALL_GRACE_S)
+                if not done:
+                    raise BrokenProcessPool("no answer in time")
+                return future.result()
+            except (ProcessExpired, ScoringTimeout):
+                raise
+            except (BrokenProcessPool, RuntimeError) as error:
+                # A process that dies between two completions breaks the whole pool, or leaves it waiting for ever.
+                log.warning("the scoring processes are gone (%r) and are started again, attempt %d", error, attempt + 1)
+                if self._pool is pool:
+                    pool.stop()
+                    self._pool = self._make_pool()
+        raise RuntimeError(f"the scoring processes ended {POOL_ATTEMPTS} times in a row without scoring prompt {index}")
+
+    def _make_pool(self) -> ProcessPool:
+        return ProcessPool(
+            max_workers=self._processes,
+            context=multiprocessing.get_context("spawn"),
+            initializer=_start,
+            initargs=self._start_arguments,
+        )
 
     def close(self) -> None:
         """End the processes; scores under way are given up, the ledger still holds their groups."""

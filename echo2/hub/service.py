@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import os
+import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -25,12 +28,21 @@ from echo2.hub.signals import Signal
 from echo2.hub.statistics import Statistics
 from echo2.protocol import Batch, GroupRollouts, Lease, LeaseAnswer, Sampling, Telemetry, TrainingGroup, WorkerWelcome
 from echo2.run_directory import RunDirectory
+from echo2.tasks import PromptError, checked_prompt
 from echo2.tasks.catalog import make_task
 from echo2.tasks.order import prompt_index
 from echo2.tasks.tokenizer import check_agreement, load_tokenizer
 
+log = logging.getLogger(__name__)
 SWEEP_INTERVAL_S = 0.5
 Result = TypeVar("Result")
+
+
+def _end_if_failed(chore: asyncio.Task[None]) -> None:
+    """A hub that lacks a chore would stall the run in silence; one that ends is started again and takes up what was left."""
+    if not chore.cancelled() and chore.exception() is not None:
+        log.critical("the hub ends, since one of its chores failed", exc_info=chore.exception())
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Hub:
@@ -73,11 +85,13 @@ class Hub:
             self._to_score.put_nowait(group_id)
         scorers = [self._score_groups() for _ in range(2 * self.run.config.hub.scoring_processes)]
         self._chores = [asyncio.create_task(chore) for chore in (self._sweep(), *scorers)]
+        for chore in self._chores:
+            chore.add_done_callback(_end_if_failed)
 
     def release_waiters(self) -> None:
         """The hub is about to stop: answer every long-poll now."""
-        for signal in (self.leases_open, self.groups_ready, self.snapshot_announced, self.snapshot_loaded):
-            signal.close()
+        for waited_for in (self.leases_open, self.groups_ready, self.snapshot_announced, self.snapshot_loaded):
+            waited_for.close()
 
     async def stop(self) -> None:
         for chore in self._chores:
@@ -89,10 +103,6 @@ class Hub:
         await self.durably(self._db.close)
         self._view_thread.shutdown()
         self._thread.shutdown()
-
-    def chores_failed(self) -> BaseException | None:
-        """The error that ended a chore, if any did: the hub cannot go on then."""
-        return next((c.exception() for c in self._chores if c.done() and not c.cancelled()), None)
 
     async def durably(self, call: Callable[..., Result], *arguments: Any) -> Result:
         """Run a ledger or roster call in the one thread that may touch the database."""
@@ -132,16 +142,23 @@ class Hub:
             return (leased, False) if leased else None
 
         leased, ended = await self.leases_open.poll(look, wait_s) or ([], False)
-        leases = [
-            Lease(
-                group_id=group.group_id,
-                attempt=group.attempt,
-                members=group.members,
-                prompt_token_ids=tuple(self._tokenizer.encode(self._task.prompt(self.prompt_of(group.group_id)))),
-                timeout_s=config.hub.lease_timeout_s,
+        leases = []
+        for group in leased:
+            try:
+                prompt = self._prompt_token_ids(group.group_id)
+            except PromptError as error:
+                await self.durably(self.ledger.fail, group.group_id, str(error))
+                await self.durably(self.roster.note, "prompt failed", f"group {group.group_id}", str(error))
+                continue
+            leases.append(
+                Lease(
+                    group_id=group.group_id,
+                    attempt=group.attempt,
+                    members=group.members,
+                    prompt_token_ids=prompt,
+                    timeout_s=config.hub.lease_timeout_s,
+                )
             )
-            for group in leased
-        ]
         return LeaseAnswer(leases=tuple(leases), ended=ended)
 
     async def post(self, worker_id: str, group: GroupRollouts) -> PostOutcome:
@@ -167,6 +184,9 @@ class Hub:
 
     def prompt_of(self, group_id: int) -> int:
         return prompt_index(group_id, self._task.size, self.run.config.run.seed)
+
+    def _prompt_token_ids(self, group_id: int) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(checked_prompt(self._task, self.prompt_of(group_id))))
 
     async def _lease_now(self, worker_id: str, limit: int) -> list[LeasedGroup]:
         def lease() -> list[LeasedGroup]:
@@ -202,7 +222,7 @@ class Hub:
             return None
         groups = []
         for group_id in assigned:
-            prompt = tuple(self._tokenizer.encode(self._task.prompt(self.prompt_of(group_id))))
+            prompt = self._prompt_token_ids(group_id)
             members = tuple(m for m in self.ledger.rollouts_of(group_id) if m.reward == m.reward)
             groups.append(TrainingGroup(group_id, prompt, members))
         return Batch(step, tuple(groups), self.ledger.batches.scored_means(step))

@@ -52,11 +52,11 @@ class Statistics:
     def step_metrics(self) -> list[dict[str, float]]:
         """The metrics of every committed step, in order, each with its `step`."""
         rows = self._db.rows("SELECT step, metrics FROM steps ORDER BY step")
-        return [{"step": r["step"]} | json.loads(r["metrics"]) for r in rows]
+        return [json.loads(r["metrics"]) | {"step": r["step"]} for r in rows]
 
     def last_metrics(self) -> dict[str, float]:
         row = self._db.row("SELECT step, metrics FROM steps ORDER BY step DESC LIMIT 1")
-        return {"step": row["step"]} | json.loads(row["metrics"]) if row else {}
+        return json.loads(row["metrics"]) | {"step": row["step"]} if row else {}
 
     def max_trained_staleness(self) -> int | None:
         row = self._db.row("SELECT MAX(step - oldest_version) AS s FROM groups WHERE state = 'trained'")

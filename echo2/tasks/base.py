@@ -56,6 +56,21 @@ class Task(ABC):
         return None
 
 
+class PromptError(UserError):
+    """A prompt that could not be had; the message says why."""
+
+
+def checked_prompt(task: Task, index: int) -> str:
+    """`task.prompt` with everything that it may do wrong turned into PromptError."""
+    try:
+        prompt = task.prompt(index)
+    except Exception as error:  # a task is the user's code and may raise anything
+        raise PromptError(f"{type(task).__name__}.prompt at index {index} raised {type(error).__name__}: {error}") from error
+    if not isinstance(prompt, str) or not prompt:
+        raise PromptError(f"{type(task).__name__}.prompt at index {index} returned {prompt!r}: return a text that is not empty")
+    return prompt
+
+
 def checked_score(task: Task, index: int, completion: str, finished: bool) -> Score:
     """`task.score` with everything that it may do wrong turned into ScoringError.
 

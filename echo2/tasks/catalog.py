@@ -8,7 +8,7 @@ from typing import Any
 
 from echo2.config_sections import ArithmeticTask, PythonTask, ReverseDigitsTask, SortDigitsTask, TaskSection
 from echo2.errors import ConfigError
-from echo2.tasks.base import Task
+from echo2.tasks.base import Task, checked_prompt
 from echo2.tasks.builtin import Arithmetic, ReverseDigits, SortDigits
 
 
@@ -34,9 +34,13 @@ def _python_task(section: PythonTask, seed: int) -> Task:
         raise ConfigError(
             f"task.options = {section.options!r} do not fit {section.path} ({error}): it is made with seed=… and these options"
         ) from None
-    task = task_class(**arguments)
-    if task.size is not None and task.size < 1:
-        raise ConfigError(f"task {section.path} has size {task.size}: it needs at least one prompt")
+    try:
+        task = task_class(**arguments)
+    except Exception as error:  # a task is the user's code and may raise anything
+        raise ConfigError(f"task {section.path} cannot be made: it raised {type(error).__name__}: {error}") from error
+    if task.size is not None and (not isinstance(task.size, int) or task.size < 1):
+        raise ConfigError(f"task {section.path} has size {task.size!r}: it needs to be a whole number from 1 up, or None")
+    checked_prompt(task, 0)
     return task
 
 

@@ -1,4 +1,4 @@
-"""A task whose scorer does everything wrong, by the prompt's index."""
+"""Tasks that do everything wrong that a task can."""
 
 import os
 import time
@@ -26,3 +26,30 @@ class BadScorer(Task):
             case "5":
                 os._exit(7)
         return Score(0.25, {"exact_match": 0.0})
+
+
+class BadPrompts(BadScorer):
+    """Every prompt with an odd index cannot be had."""
+
+    def prompt(self, index):
+        if index % 4 == 1:
+            raise ValueError("no prompt here")
+        return None if index % 4 == 3 else "1+1="
+
+    def score(self, index, completion, finished):
+        return Score(float(len(completion)))
+
+
+class AllFail(BadScorer):
+    """Nothing can be scored."""
+
+    def prompt(self, index):
+        return "1+1="
+
+    def score(self, index, completion, finished):
+        raise ValueError("the judge is out")
+
+
+class Unmakeable(BadScorer):
+    def __init__(self, seed):
+        raise OSError("the data set is gone")

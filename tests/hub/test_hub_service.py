@@ -1,17 +1,22 @@
 """The hub as a process over real HTTP, with simulated workers where work has to be done."""
 
+import http.server
 import os
 import signal
+import threading
 import time
+from pathlib import Path
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 
 from echo2.errors import UserError
 from echo2.hub.client import HubClient, HubUnavailable
 from echo2.protocol import GroupRollouts, Rollout, Telemetry
 
+HERE = str(Path(__file__).parent)
 FEW = ("batch.groups=2", "batch.members=2", "run.steps=6", "sampling.max_completion_tokens=4")
 
 
@@ -200,6 +205,40 @@ def test_metrics_are_in_prometheus_format(make_run, serve):
     _, client = serve(run)
     text = httpx.get(f"{client.url}/metrics", headers={"Authorization": f"Bearer {run.token}"}).text
     assert "echo2_step 0.0" in text and 'echo2_groups{state="trained"} 0.0' in text
+
+
+def test_a_prompt_that_cannot_be_had_costs_its_group_alone(make_run, serve, publish, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", HERE)
+    run = make_run(*FEW, "task.type=python", "task.path=bad_scorers:BadPrompts")
+    _, client = serve(run)
+    worker_id = join(client, snapshot_id=publish(run, client, 0))
+    assert [lease.group_id for lease in client.lease(worker_id, 4, wait_s=5.0).leases] == [0, 2]
+    assert [lease.group_id for lease in client.lease(worker_id, 4, wait_s=5.0).leases] == [4, 6]
+    status = client.status()
+    assert status["groups"]["failed"] >= 2
+    assert any("no prompt here" in event["detail"] for event in status["events"])
+
+
+def test_a_hub_whose_scoring_is_killed_goes_on(make_run, serve, publish):
+    run = make_run(*FEW, "batch.drop_zero_variance=false")
+    process, client = serve(run)
+    worker_id = join(client, snapshot_id=publish(run, client, 0))
+    for lease in client.lease(worker_id, 2, wait_s=5.0).leases:
+        for child in psutil.Process(process._process.pid).children(recursive=True):
+            child.kill()
+        client.post(worker_id, group_of(lease))
+        time.sleep(0.5)
+    assert len(client.take_batch(0, lambda: process.keep_alive()).groups) == 2
+
+
+def test_what_is_no_hub_is_named(tmp_path, start_worker):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    client = HubClient(f"http://127.0.0.1:{server.server_address[1]}", "t", patience_s=1.0)
+    assert start_worker(client, "any").wait(20) == 2
+    said = (tmp_path / "w.log").read_text().splitlines()
+    assert len(said) == 2 and said[1].startswith("echo2: ") and "hub of an ECHO-2 run" in said[1]
+    server.shutdown()
 
 
 def test_workers_end_by_themselves_when_the_last_step_is_done(make_run, serve, publish, start_worker, tmp_path):

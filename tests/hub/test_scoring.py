@@ -50,6 +50,16 @@ def test_one_bad_completion_fails_alone(pool, model_folder, bad, reason):
     assert asyncio.run(pool.score(1, completions(model_folder, "0")))[0].reward == 0.25, "the pool goes on"
 
 
+def test_a_scoring_process_killed_between_two_completions_is_replaced(pool, model_folder):
+    for _ in range(2):
+        assert asyncio.run(pool.score(0, completions(model_folder, "0")))[0].reward == 0.25
+        for process in psutil.Process(os.getpid()).children(recursive=True):
+            if "spawn_main" in " ".join(process.cmdline()):
+                process.kill()
+                process.wait()
+    assert asyncio.run(pool.score(0, completions(model_folder, "0")))[0].reward == 0.25
+
+
 def test_scoring_processes_are_gone_after_closing(pool, model_folder):
     asyncio.run(pool.score(0, completions(model_folder, "0")))
     started = [p for p in psutil.Process(os.getpid()).children(recursive=True) if "spawn" in " ".join(p.cmdline())]

@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from train_command import SMALL, PrefectServer, TrainCommand
+from train_command import REPOSITORY, SMALL, PrefectServer, TrainCommand
 
 from echo2.config import load_config
 from echo2.learning.learner import Learner
@@ -180,6 +180,27 @@ def test_a_temporary_prefect_server_ends_with_its_run(train, tmp_path, notice):
     command.process.send_signal(notice)
     command.wait(60)
     assert command.survivors() == []
+
+
+def test_a_run_whose_every_group_fails_ends_with_the_reason(train, prefect_server):
+    environment = prefect_server.environment | {"PYTHONPATH": str(REPOSITORY / "tests" / "hub")}
+    command = train("task.type=python", "task.path=bad_scorers:AllFail", "run.steps=3", environment=environment)
+    assert command.wait(120) == 2, command.said
+    last = command.said.splitlines()[-1]
+    assert last.startswith("echo2: ") and "the judge is out" in last and "Traceback" not in command.said
+
+
+def test_a_task_that_cannot_be_made_is_refused_at_once(train, prefect_server):
+    environment = prefect_server.environment | {"PYTHONPATH": str(REPOSITORY / "tests" / "hub")}
+    command = train("task.type=python", "task.path=bad_scorers:Unmakeable", environment=environment)
+    assert command.wait(20) == 2
+    assert "the data set is gone" in command.said and "Traceback" not in command.said
+    assert not command.run.exists()
+
+
+def test_a_terminal_that_cannot_show_greek_ends_a_run_all_the_same(train, prefect_server):
+    command = train("run.steps=1", environment=prefect_server.environment | {"PYTHONIOENCODING": "ascii"})
+    assert command.wait() == 0, command.said
 
 
 def test_resuming_a_complete_run_says_so_at_once(synchronous_run, train):

@@ -1,0 +1,69 @@
+"""The pool that the twin runs: kinds of workers, each with its slots, speed, distance, reliability and price.
+
+Invariants: frozen values; impossible numbers are refused with a UserError that names them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from echo2.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerKind:
+    """`count` equal workers."""
+
+    count: int
+    """Workers of this kind, at least 1."""
+    slots: int = 1
+    """Groups that one worker generates at a time, at least 1."""
+    speed: float = 1.0
+    """What the latency distribution's draws are divided by, above 0."""
+    added_fixed_s: float = 0.0
+    """D_fix of this kind beyond that of the links, at least 0."""
+    start_up_s: float = 0.0
+    """From launch, and from relaunch after a preemption, until it takes leases."""
+    preemptions_per_hour: float = 0.0
+    """Rate λ while up; the times between are exponential."""
+    down_s: float = 0.0
+    """From a preemption to the relaunch; not paid."""
+    price_usd_per_hour: float = 0.0
+    """Price of one worker, start-up included."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("count", self.count), ("slots", self.slots)):
+            if not isinstance(value, int) or value < 1:
+                raise UserError(f"a worker kind's {name} = {value!r} is not a whole number from 1 up: give how many there are")
+        if not (math.isfinite(self.speed) and self.speed > 0):
+            raise UserError(f"a worker kind's speed = {self.speed!r} is not a finite number above 0: give a factor, 1 for par")
+        for name in ("added_fixed_s", "start_up_s", "preemptions_per_hour", "down_s", "price_usd_per_hour"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise UserError(f"a worker kind's {name} = {value!r} is not a finite number from 0 up: give its figure")
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """All workers of a run.
+
+    >>> pool = Pool((WorkerKind(count=8, slots=4), WorkerKind(count=2, slots=8, speed=2.0)))
+    >>> pool.slots, pool.groups_per_s(mean_latency_s=2.0)
+    (48, 32.0)
+    """
+
+    kinds: tuple[WorkerKind, ...]
+
+    def __post_init__(self) -> None:
+        if not self.kinds:
+            raise UserError("a pool without workers completes nothing: give at least one worker kind")
+
+    @property
+    def slots(self) -> int:
+        """Groups that all workers generate at a time."""
+        return sum(kind.count * kind.slots for kind in self.kinds)
+
+    def groups_per_s(self, mean_latency_s: float) -> float:
+        """μ: groups per second that the pool completes while all of it is up and no slot is idle."""
+        return sum(kind.count * kind.slots * kind.speed for kind in self.kinds) / mean_latency_s

@@ -1,0 +1,362 @@
+"""The twin: hub, workers and learner simulated event by event, by the rules that the ledger keeps.
+
+Invariants, each held by a test:
+- Leases are given by `echo2.capacity.admission`, the module that the hub uses; live groups never exceed a worker's limit.
+- No group with staleness > S is trained; what grows too old is dropped at the end of a step, finished or not, and makes room.
+- Counts add up: groups leased = trained + filtered + expired + open.
+- The same arguments give the same result, to the last digit.
+
+The pipeline: a worker's free slot takes a lease as soon as admission allows, an open lease of a lost worker first. A group
+keeps the version that it was leased with. Once scored it is filtered with probability 1 − α, else it is ready; the learner
+takes B ready groups, oldest version first, as soon as it is free. After every κ-th step a snapshot enters the links, that carry
+one at a time for D_tx; D_fix later the workers lease with it. `carry` says which snapshots the links take: "every" one in turn,
+as the closed form has it, or only the "newest" of those that wait. Workers hold version 0 when they come up first.
+
+Groups of one version differ in nothing but their end, so the twin keeps counts by version, and a heap of ends.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from heapq import heapify, heappop, heappush
+from typing import Literal
+
+from echo2.capacity.admission import live_group_limit, oldest_trainable_version
+from echo2.capacity.latencies import Constant, Latency
+from echo2.capacity.model import Links, Workload
+from echo2.capacity.pool import Pool, WorkerKind
+from echo2.errors import UserError
+
+Carry = Literal["every", "newest"]
+
+ENDLESS = 2**60
+"""Steps of a run whose end does not bound admission."""
+
+WARM_UP_SHARE = 0.25
+"""Share of the steps that are simulated but not measured: the head start of S steps and the filling of the pipeline."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationResult:
+    """What the twin observed. Means are over the steps after the warm-up, counts over the whole simulation."""
+
+    step_time_s: float
+    """Mean time from the end of a step to the end of the next."""
+    utilisation: float
+    """Share of time in which the learner works."""
+    staleness_mean: float
+    """Mean staleness of the trained groups, in steps."""
+    staleness_max: int
+    """Greatest staleness of any group trained, warm-up included."""
+    waste_share: float
+    """Share of the generated groups that were never trained: filtered, expired or lost with their worker."""
+    step_times_s: tuple[float, ...]
+    """Every step's time, warm-up included; the first counts from time 0."""
+    warm_up_steps: int
+    """Steps that the means leave out."""
+    leased: int
+    """Groups ever leased; a lease given again does not count again."""
+    trained: int
+    filtered: int
+    expired: int
+    open: int
+    """Groups leased or ready at the end."""
+    lost: int
+    """Attempts lost to preemptions."""
+    usd_per_step: float
+    """Rent of the pool per measured step."""
+
+
+class Twin:
+    """One simulation; `run` may be called once."""
+
+    def __init__(
+        self, workload: Workload, links: Links, pool: Pool, latency: Latency, learner_step: Latency, carry: Carry, seed: int
+    ) -> None:
+        generator = random.Random(seed)
+        self.workload, self.links, self.carry = workload, links, carry
+        self.random = generator.random
+        self.exponential = generator.expovariate
+        self.draw_latency_s = latency.sampler(generator)
+        self.draw_step_s = learner_step.sampler(generator)
+        self.kinds: list[WorkerKind] = [kind for kind in pool.kinds for _ in range(kind.count)]
+        self.now_s = 0.0
+        self.ends: list[tuple[float, int, int, int]] = []
+        """(end, serial, worker, version) of every group in a slot."""
+        self.events: list[tuple[float, int, Callable[[], None]]] = []
+        self.serial = 0
+        self.total_steps = ENDLESS
+        self.version = [0] * len(self.kinds)
+        self.limit = [0] * len(self.kinds)
+        self.highest_limit = 0
+        self.free = [0] * len(self.kinds)
+        self.up = [False] * len(self.kinds)
+        self.arrived: dict[float, int] = {}
+        self.step = 0
+        self.learning = False
+        self.oldest = oldest_trainable_version(0, workload.staleness_bound)
+        self.live = self.leased = self.filtered = self.expired = self.lost = self.unassigned = 0
+        self.in_slots: dict[int, int] = {0: 0}
+        self.ready: dict[int, int] = {0: 0}
+        self.ready_groups = 0
+        self.staleness_sums: list[int] = []
+        self.staleness_max = 0
+        self.step_ends_s: list[float] = []
+        self.worked_s: list[float] = []
+        self.paid_usd: list[float] = []
+        self.usd, self.usd_per_s, self.usd_until_s = 0.0, 0.0, 0.0
+        self.waiting_snapshots: list[int] = []
+        self.links_busy = False
+
+    def run(self, steps: int, total_steps: int) -> None:
+        """Simulate until `steps` steps have ended."""
+        self.total_steps = total_steps
+        for worker in range(len(self.kinds)):
+            self._launch(worker)
+        ends, events = self.ends, self.events
+        while self.step < steps:
+            if ends and (not events or ends[0][0] < events[0][0]):
+                self.now_s, _, worker, version = heappop(ends)
+                self._finish(worker, version)
+            elif events:
+                self.now_s, _, event = heappop(events)
+                event()
+            else:
+                raise UserError(f"step {self.step} can never start: total_steps = {total_steps} ends the run before it")
+
+    def _at(self, time_s: float, event: Callable[[], None]) -> None:
+        self.serial += 1
+        heappush(self.events, (time_s, self.serial, event))
+
+    # --- groups
+
+    def _finish(self, worker: int, version: int) -> None:
+        """A slot's group is scored and the slot is free."""
+        if version >= self.oldest:
+            self.in_slots[version] -= 1
+            if self.random() < self.workload.accepted_share:
+                self.ready[version] += 1
+                self.ready_groups += 1
+                if not self.learning:
+                    self._start_step()
+            else:
+                self.live -= 1
+                self.filtered += 1
+        if not self._lease(worker):
+            self.free[worker] += 1
+            if self.live < self.highest_limit:
+                self._offer()
+
+    def _lease(self, worker: int) -> bool:
+        """Give one group to a slot of `worker` if admission allows; an open lease adds no live group."""
+        if self.unassigned and self.live - 1 < self.limit[worker]:
+            self.unassigned -= 1
+        elif self.live < self.limit[worker]:
+            self.live += 1
+            self.leased += 1
+        else:
+            return False
+        version = self.version[worker]
+        self.in_slots[version] += 1
+        self.serial += 1
+        latency_s = self.draw_latency_s() / self.kinds[worker].speed
+        heappush(self.ends, (self.now_s + latency_s, self.serial, worker, version))
+        return True
+
+    def _fill(self, worker: int) -> None:
+        while self.free[worker] and self._lease(worker):
+            self.free[worker] -= 1
+
+    def _offer(self) -> None:
+        """There is room: let every free slot ask, in the order of the pool."""
+        for worker in range(len(self.kinds)):
+            if self.free[worker]:
+                self._fill(worker)
+
+    def _expire(self) -> None:
+        """Drop what is now too old, whether it is ready or still in a slot."""
+        for version in [version for version in self.ready if version < self.oldest]:
+            ready = self.ready.pop(version)
+            dropped = ready + self.in_slots.pop(version)
+            self.ready_groups -= ready
+            self.live -= dropped
+            self.expired += dropped
+
+    # --- the learner
+
+    def _start_step(self) -> None:
+        """Train the B oldest groups if as many are ready."""
+        missing = self.workload.groups_per_batch
+        if self.ready_groups < missing:
+            return
+        self.ready_groups -= missing
+        staleness_sum = 0
+        for version, ready in self.ready.items():
+            taken = min(ready, missing)
+            if taken:
+                self.ready[version] = ready - taken
+                staleness_sum += taken * (self.step - version)
+                self.staleness_max = max(self.staleness_max, self.step - version)
+                missing -= taken
+        self.staleness_sums.append(staleness_sum)
+        self.learning = True
+        step_s = self.draw_step_s()
+        self.worked_s.append(step_s)
+        self._at(self.now_s + step_s, self._end_step)
+
+    def _end_step(self) -> None:
+        self.learning = False
+        self.step += 1
+        self.step_ends_s.append(self.now_s)
+        self._pay()
+        self.paid_usd.append(self.usd)
+        self.oldest = oldest_trainable_version(self.step, self.workload.staleness_bound)
+        self._expire()
+        if self.step % self.workload.publish_interval == 0:
+            self._publish()
+        self._start_step()
+        if self.live < self.highest_limit:
+            self._offer()
+
+    # --- snapshots
+
+    def _publish(self) -> None:
+        self.ready[self.step] = self.in_slots[self.step] = 0
+        if self.carry == "newest":
+            self.waiting_snapshots.clear()
+        self.waiting_snapshots.append(self.step)
+        if not self.links_busy:
+            self._carry_next()
+
+    def _carry_next(self) -> None:
+        self.links_busy = bool(self.waiting_snapshots)
+        if self.links_busy:
+            version = self.waiting_snapshots.pop(0)
+            self._at(self.now_s + self.links.transfer_s, partial(self._carried, version))
+
+    def _carried(self, version: int) -> None:
+        for added_s in self.arrived:
+            self._at(self.now_s + self.links.fixed_s + added_s, partial(self._arrive, added_s, version))
+        self._carry_next()
+
+    def _arrive(self, added_s: float, version: int) -> None:
+        """From now on the workers at this distance lease with `version`."""
+        self.arrived[added_s] = version
+        for worker, kind in enumerate(self.kinds):
+            if kind.added_fixed_s == added_s and self.up[worker]:
+                self._hold(worker, version)
+
+    def _hold(self, worker: int, version: int) -> None:
+        bound, batch = self.workload.staleness_bound, self.workload.groups_per_batch
+        self.version[worker] = version
+        self.limit[worker] = live_group_limit(version, bound, batch, self.total_steps)
+        self.highest_limit = max(self.highest_limit, self.limit[worker])
+        self._fill(worker)
+
+    # --- workers
+
+    def _launch(self, worker: int) -> None:
+        kind = self.kinds[worker]
+        self.arrived.setdefault(kind.added_fixed_s, 0)
+        self._pay(kind.price_usd_per_hour / 3600)
+        self._at(self.now_s + kind.start_up_s, partial(self._come_up, worker))
+
+    def _come_up(self, worker: int) -> None:
+        kind = self.kinds[worker]
+        self.up[worker] = True
+        self.free[worker] = kind.slots
+        if kind.preemptions_per_hour:
+            self._at(self.now_s + self.exponential(kind.preemptions_per_hour / 3600), partial(self._preempt, worker))
+        self._hold(worker, self.arrived[kind.added_fixed_s])
+
+    def _preempt(self, worker: int) -> None:
+        """The worker is gone: what it held is open to others, and it comes back after its down time."""
+        kind = self.kinds[worker]
+        self.up[worker] = False
+        self.free[worker] = self.limit[worker] = 0
+        held = [version for _, _, owner, version in self.ends if owner == worker]
+        self.ends[:] = [end for end in self.ends if end[2] != worker]
+        heapify(self.ends)
+        self.lost += len(held)
+        for version in held:
+            if version >= self.oldest:
+                self.in_slots[version] -= 1
+                self.unassigned += 1
+        self._pay(-kind.price_usd_per_hour / 3600)
+        self._at(self.now_s + kind.down_s, partial(self._launch, worker))
+        self._offer()
+
+    def _pay(self, change_usd_per_s: float = 0.0) -> None:
+        """Book the rent up to now, then change its rate."""
+        self.usd += self.usd_per_s * (self.now_s - self.usd_until_s)
+        self.usd_until_s = self.now_s
+        self.usd_per_s += change_usd_per_s
+
+
+def simulate(
+    workload: Workload,
+    links: Links,
+    pool: Pool,
+    steps: int,
+    seed: int,
+    *,
+    latency: Latency | None = None,
+    learner_step: Latency | None = None,
+    carry: Carry = "every",
+    total_steps: int | None = None,
+) -> SimulationResult:
+    """Simulate `steps` learner steps. Without `latency` and `learner_step` every group takes L and every step T.
+
+    `total_steps` bounds admission as the run's length does; None lets the run go on, so that the last steps are like the rest.
+    Raises UserError where `steps` is below 2 or above `total_steps`.
+
+    Synchronous training, S = 0 and κ = 1, pays every latency at every step, T + D + L = 1 + 2.5 + 0.8:
+
+    >>> from echo2.capacity.pool import WorkerKind
+    >>> links, pool = Links(transfer_s=2.0, fixed_s=0.5), Pool((WorkerKind(count=4, slots=8),))
+    >>> round(simulate(Workload(1.0, 32, 0, 1, 0.8, 1.0), links, pool, steps=40, seed=0).step_time_s, 9)
+    4.3
+    """
+    if steps < 2 or (total_steps is not None and total_steps < steps):
+        raise UserError(f"steps = {steps} cannot be simulated: give at least 2, and no more than the run's {total_steps}")
+    twin = Twin(
+        workload,
+        links,
+        pool,
+        latency if latency is not None else Constant(workload.group_latency_s),
+        learner_step if learner_step is not None else Constant(workload.learner_step_s),
+        carry,
+        seed,
+    )
+    twin.run(steps, ENDLESS if total_steps is None else total_steps)
+    return _result(twin, steps)
+
+
+def _result(twin: Twin, steps: int) -> SimulationResult:
+    """Means over a whole number of publish intervals after the warm-up, as far as there are that many steps."""
+    workload, ends_s = twin.workload, twin.step_ends_s
+    measured = steps - max(1, round(steps * WARM_UP_SHARE))
+    measured -= measured % workload.publish_interval if measured > workload.publish_interval else 0
+    first = steps - measured
+    span_s = ends_s[-1] - ends_s[first - 1]
+    trained = steps * workload.groups_per_batch
+    wasted = twin.filtered + twin.expired + twin.lost
+    return SimulationResult(
+        step_time_s=span_s / measured,
+        utilisation=sum(twin.worked_s[first:steps]) / span_s,
+        staleness_mean=sum(twin.staleness_sums[first:steps]) / (measured * workload.groups_per_batch),
+        staleness_max=twin.staleness_max,
+        waste_share=wasted / (wasted + trained),
+        step_times_s=tuple(end_s - start_s for start_s, end_s in zip([0.0, *ends_s], ends_s, strict=False)),
+        warm_up_steps=first,
+        leased=twin.leased,
+        trained=trained,
+        filtered=twin.filtered,
+        expired=twin.expired,
+        open=twin.live - trained,
+        lost=twin.lost,
+        usd_per_step=(twin.paid_usd[-1] - twin.paid_usd[first - 1]) / measured,
+    )
