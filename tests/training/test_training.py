@@ -184,7 +184,9 @@ def test_a_temporary_prefect_server_ends_with_its_run(train, tmp_path, notice):
 
 def test_a_run_whose_every_group_fails_ends_with_the_reason(train, prefect_server):
     environment = prefect_server.environment | {"PYTHONPATH": str(REPOSITORY / "tests" / "hub")}
-    command = train("task.type=python", "task.path=bad_scorers:AllFail", "run.steps=3", environment=environment)
+    command = train(
+        "task.type=python", "task.path=bad_scorers:AllFail", "model.warm_start_exact_match=0", environment=environment
+    )
     assert command.wait(120) == 2, command.said
     last = command.said.splitlines()[-1]
     assert last.startswith("echo2: ") and "the judge is out" in last and "Traceback" not in command.said
