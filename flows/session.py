@@ -90,6 +90,7 @@ class Session:
         if failed == dropped:
             raise UserError(f"{told}; look into {self.run.logs}")
         log.warning("%s", told)
+        self._yield_seen = (step, dropped + dropped_before, failed + failed_before)
 
     def check_stop(self) -> None:
         """Raises Stopped if the user asked the segment to end."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 
 
-class Background:
+class Background(ABC):
     """A daemon thread whose `_loop` runs until `stopping`; an error in it is raised again by `raise_if_failed`."""
 
     def __init__(self, name: str) -> None:
@@ -34,5 +35,6 @@ class Background:
         except BaseException as error:  # noqa: BLE001 - handed to the main thread, which ends the worker with it
             self._error = error
 
+    @abstractmethod
     def _loop(self) -> None:
-        raise NotImplementedError
+        """What the thread does until `stopping` is set."""
