@@ -170,7 +170,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=2
     seed=st.integers(0, 2**62),
     bound=st.integers(0, 20),
     lateness=st.integers(0, 20),
-    temperature=positive,
+    temperature=st.floats(1e-3, 1e3),
     learning_rate=positive,
     drop=st.booleans(),
     options=st.dictionaries(texts, st.one_of(st.integers(-(2**62), 2**62), st.booleans(), texts, positive, st.lists(texts))),

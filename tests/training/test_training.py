@@ -104,9 +104,14 @@ def test_a_run_leaves_its_summary_curves_and_metrics(synchronous_run):
 
 def test_prefect_shows_the_steps_the_stages_and_the_artifacts(synchronous_run, prefect_server):
     run_id = json.loads((synchronous_run / "run.json").read_text())["run_id"]
-    names = {task_run["name"] for task_run in prefect_server.find("task_runs")}
-    assert {f"step-{step}" for step in range(6)} <= names
-    assert {f"{stage}-{version}" for stage in ("export", "announce", "await-workers") for version in range(7)} <= names
+    wanted = {f"step-{step}" for step in range(6)}
+    wanted |= {f"{stage}-{version}" for stage in ("export", "announce", "await-workers") for version in range(7)}
+    deadline = time.monotonic() + 60
+    missing = wanted
+    while missing and time.monotonic() < deadline:  # the server writes task runs in batches, some time after their end
+        missing = wanted - {task_run["name"] for task_run in prefect_server.find("task_runs")}
+        time.sleep(0.5)
+    assert missing == set()
     artifacts = {
         artifact["key"]: artifact for artifact in prefect_server.find("artifacts") if artifact["key"].startswith(run_id)
     }
