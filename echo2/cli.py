@@ -33,12 +33,18 @@ def echo2() -> None:
 
 @echo2.command(epilog=OVERRIDES_HELP)
 @click.argument("settings", nargs=-1, metavar="[CONFIG]… [SECTION.KEY=VALUE]…")
+@click.option(
+    "--from-run", "run", type=click.Path(path_type=Path), help="Take the terms that the run in this directory measured."
+)
 @click.option("--plot", "plot_file", type=click.Path(path_type=Path), help="Draw utilisation against pool, S and D (.png).")
-def plan(settings: tuple[str, ...], plot_file: Path | None) -> None:
-    """Predict step time, learner utilisation, what binds, and the throughput that the learner needs."""
+def plan(settings: tuple[str, ...], run: Path | None, plot_file: Path | None) -> None:
+    """Predict step time, learner utilisation, what binds, and the throughput that the learner needs.
+
+    With --from-run the configuration is the run's own, unless a CONFIG is given.
+    """
     from echo2.capacity.plan import make_plan, render_plan
 
-    made = make_plan(_load(settings))
+    made = make_plan(_load(settings)) if run is None else _plan_from(run, settings)
     if plot_file is not None:
         _write_plot(made, plot_file)
     click.echo(render_plan(made))
@@ -101,6 +107,23 @@ def status(run: Path, as_json: bool) -> None:
 
     found: dict[str, Any] = inspect_run(run)
     click.echo(json.dumps(found, indent=2) if as_json else render_status(found), nl=False)
+
+
+def _plan_from(path: Path, settings: tuple[str, ...]) -> Plan:
+    """The plan from what the run in `path` measured; raises UserError where there is no run or it has not measured a term."""
+    from echo2.capacity.calibration import calibrate
+    from echo2.capacity.plan import make_plan
+    from echo2.hub.inspection import observe_run
+    from echo2.run_directory import open_run
+
+    measured = open_run(path)
+    named = [setting for setting in settings if "=" not in setting]
+    config = _load(settings if named else (str(measured.path / "config.toml"), *settings))
+    terms = calibrate(observe_run(measured)).terms(str(path))
+    workers_given = named or any(setting.startswith("fleet.workers=") for setting in settings)
+    if workers_given and config.fleet.workers:
+        terms = terms.with_workers(config.fleet.workers)
+    return make_plan(config, terms)
 
 
 def _write_plot(made: Plan, file: Path) -> None:

@@ -69,6 +69,11 @@ class Config(Section):
                 "batch.members = 1 with batch.drop_zero_variance = true drops every group, since one member has no variance; "
                 "raise members to 2 or more"
             )
+        if self.learner.engine == "simulated" and self.worker.engine != "simulated":
+            raise ValueError(
+                f"learner.engine = 'simulated' makes no weights that worker.engine = {self.worker.engine!r} could load: set "
+                f"worker.engine=simulated as well, or learner.engine=torch"
+            )
         if self.worker.heartbeat_interval_s * 3 > self.hub.heartbeat_timeout_s:
             raise ValueError(
                 f"hub.heartbeat_timeout_s = {self.hub.heartbeat_timeout_s:g} leaves room for fewer than three heartbeats of "

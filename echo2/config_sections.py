@@ -144,6 +144,8 @@ class StalenessSection(Section):
 class LearnerSection(Section):
     """The learner's step."""
 
+    engine: Literal["torch", "simulated"] = "torch"
+    """What trains: `torch` on CPU or GPU, `simulated` for rehearsals without a model, with `simulated` workers."""
     learning_rate: PositiveFloat = 3e-4
     """AdamW's step size after warm-up."""
     warmup_steps: NonNegativeInt = 5
@@ -170,6 +172,10 @@ class LearnerSection(Section):
     """`auto` takes CUDA where there is one, else the CPU."""
     threads: PositiveInt = 1
     """CPU threads of the learner's process; 1 is right where learner and workers share few cores."""
+    simulated_step_s: PositiveFloat = 0.5
+    """`simulated` engine: seconds that a step takes."""
+    simulated_snapshot_bytes: Annotated[int, Field(ge=4)] = 1_000_000
+    """`simulated` engine: size of a snapshot's weights."""
 
 
 class HubSection(Section):
@@ -213,7 +219,9 @@ class WorkerSection(Section):
     request_timeout_s: PositiveFloat = 30.0
     """Time-out of one request to the hub, long-polls excepted by the time they ask for."""
     simulated_group_latency_s: PositiveFloat = 0.2
-    """`simulated` engine: seconds that a group takes."""
+    """`simulated` engine: seconds that a group takes, on average."""
+    simulated_latency_cv: Annotated[float, Field(ge=0.0, le=10.0)] = 0.0
+    """`simulated` engine: standard deviation of these seconds over their mean, lognormal; 0 makes all groups alike."""
 
 
 class FleetSection(Section):
@@ -238,6 +246,8 @@ class DisseminationSection(Section):
     """Newest snapshots to keep; at least S + κ, so that none in use is deleted."""
     timeout_s: PositiveFloat = 120.0
     """Longest wait for all live workers to hold a new snapshot; who is late is named, and the run goes on."""
+    uplink_bytes_per_s: Annotated[float, Field(ge=0.0)] = 0.0
+    """Most that the hub sends of snapshots, shared evenly by the workers that fetch one; 0 sets no cap."""
 
 
 class CapacitySection(Section):
@@ -246,9 +256,11 @@ class CapacitySection(Section):
     learner_step_s: PositiveFloat = 1.0
     """T: seconds of learner work per step."""
     group_latency_s: PositiveFloat = 1.0
-    """L: seconds from a lease to its scored group, at the slow end of a batch."""
+    """L: seconds from a lease to its scored group, the mean; the slow end of a batch follows from it."""
+    group_latency_cv: Annotated[float, Field(ge=0.0)] = 0.25
+    """Standard deviation of L over its mean; 0 where all groups take as long."""
     worker_groups_per_s: PositiveFloat = 20.0
-    """Groups per second that one worker completes; μ is this times the number of workers."""
+    """Groups per second that one busy worker completes; μ is this times the number of workers, and μ·L groups are under way."""
     accepted_share: Share = 0.8
     """α: share of generated groups that survive filtering, expiry and loss."""
     transfer_s: Annotated[float, Field(ge=0.0)] = 0.1

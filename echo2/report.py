@@ -9,15 +9,34 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from echo2.capacity.plan import Terms, predict_run
+from echo2.capacity.calibration import Calibration, calibrate
+from echo2.capacity.terms import predict_run
 from echo2.config import Config
 from echo2.durability import write_atomically
 from echo2.errors import UserError
+from echo2.hub.inspection import observe_run
 from echo2.run_directory import RunDirectory
 
 FIRST_STEPS = 3
 LAST_STEPS = 10
 COLUMNS = ("step", "reward", "exact_match", "staleness/max", "loss", "grad_norm", "kl", "learner/idle_share")
+PANELS = (
+    ("share", ("reward", "exact_match")),
+    ("steps", ("staleness/mean", "staleness/max")),
+    ("s per step", ("learner/step_s", "learner/wait_s")),
+    ("utilisation", ("capacity/predicted_utilisation", "capacity/observed_utilisation")),
+)
+"""The curves' axes and what they show."""
+
+TERMS = (
+    ("T", "learner_step_s", "s"),
+    ("L, mean", "group_latency_s", "s"),
+    ("D_tx", "transfer_s", "s"),
+    ("D_fix", "fixed_s", "s"),
+    ("α", "accepted_share", ""),
+    ("μ", "groups_per_s", "groups/s"),
+)
+"""Terms of the capacity model: symbol, name among the figures of a calibration, unit."""
 
 Steps = Sequence[Mapping[str, float]]
 
@@ -27,7 +46,7 @@ def write_report(run: RunDirectory, status: Mapping[str, Any], steps: Steps, sto
 
     `stopped` tells that the user ended the run early.
     """
-    summary = summarise(run.config, status, steps) | {"stopped": stopped}
+    summary = summarise(run.config, status, steps, calibrate(observe_run(run))) | {"stopped": stopped}
     write_atomically(run.path / "summary.json", json.dumps(summary, indent=2) + "\n")
     write_atomically(run.report / "metrics.jsonl", "".join(json.dumps(dict(step)) + "\n" for step in steps))
     write_atomically(run.report / "report.md", render_status(status))
@@ -36,13 +55,12 @@ def write_report(run: RunDirectory, status: Mapping[str, Any], steps: Steps, sto
     return summary
 
 
-def summarise(config: Config, status: Mapping[str, Any], steps: Steps) -> dict[str, Any]:
+def summarise(config: Config, status: Mapping[str, Any], steps: Steps, calibration: Calibration) -> dict[str, Any]:
     """The run's figures; a figure that the run did not produce is None.
 
     Busy shares leave out the waits in which a segment's workers start. `wall_s` is the learner's work and waiting.
     """
     exact = [step["exact_match"] for step in steps if "exact_match" in step]
-    predicted = predict_busy_share(config, status)
     return {
         "run_id": status["run_id"],
         "seed": config.run.seed,
@@ -54,8 +72,8 @@ def summarise(config: Config, status: Mapping[str, Any], steps: Steps) -> dict[s
         "workers": status["workers_seen"],
         "versions_disseminated": status["versions_disseminated"],
         "busy_share_observed": observed_busy_share(steps),
-        "busy_share_predicted": predicted,
-        "measured_terms": status["measured_terms"],
+        "busy_share_predicted": predict_busy_share(config, calibration),
+        "measured_terms": calibration.figures(),
         "trained_groups": status["groups"]["trained"],
         "groups": status["groups"],
         "wasted_tokens": status["wasted_tokens"],
@@ -71,22 +89,11 @@ def observed_busy_share(steps: Steps) -> float | None:
     return work_s / (work_s + wait_s) if work_s else None
 
 
-def predict_busy_share(config: Config, status: Mapping[str, Any]) -> float | None:
+def predict_busy_share(config: Config, calibration: Calibration) -> float | None:
     """What the capacity model makes of the terms that the run measured; None while one of them is missing."""
-    measured = status["measured_terms"]
     try:
-        terms = Terms(
-            learner_step_s=measured["learner_step_s"],
-            group_latency_s=measured["group_latency_s"],
-            groups_per_s=measured["groups_per_s"],
-            accepted_share=measured["accepted_share"],
-            transfer_s=measured["transfer_s"],
-            fixed_s=measured["dissemination_fixed_s"],
-            workers=max(1, status["workers_seen"]),
-            source="measured",
-        )
-        return predict_run(config, terms).utilisation
-    except (KeyError, UserError):
+        return predict_run(config, calibration.terms(config.run.name)).utilisation
+    except UserError:
         return None
 
 
@@ -115,6 +122,7 @@ def render_status(status: Mapping[str, Any]) -> str:
         f"| {w['worker_id']} | {w['version']} | {w['groups']} | {w['groups_per_s']:.2f} | {w['silent_s']:.1f} |"
         for w in status["workers"]
     ]
+    lines += _terms_table(status["measured_terms"])
     if last:
         lines += ["", "| metric of the last step | value |", "|---|---|"]
         lines += [f"| {name} | {value:.5g} |" for name, value in last.items()]
@@ -124,28 +132,37 @@ def render_status(status: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _terms_table(measured: Mapping[str, Any]) -> list[str]:
+    """The measured terms of the capacity model, as lines of Markdown."""
+    rows = [
+        f"| {name} | {measured[key]['value']:.4g} {unit} | {measured[key]['low']:.4g} … {measured[key]['high']:.4g} |"
+        for name, key, unit in TERMS
+        if key in measured
+    ]
+    return ["", "| term of the capacity model | measured | 95 % interval |", "|---|---|---|", *rows] if rows else []
+
+
 def _plot(run: RunDirectory, steps: Steps) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(3, 1, figsize=(8, 8), sharex=True, constrained_layout=True)
-    at = [step["step"] for step in steps]
-    for axis, names in zip(
-        axes,
-        (("reward", "exact_match"), ("staleness/mean", "staleness/max"), ("learner/step_s", "learner/wait_s")),
-        strict=True,
-    ):
+    figure, axes = pyplot.subplots(len(PANELS), 1, figsize=(8, 11), sharex=True, constrained_layout=True)
+    for axis, (unit, names) in zip(axes, PANELS, strict=True):
         for name in names:
-            if name in steps[0]:
-                axis.plot(at, [step.get(name) for step in steps], label=name)
-        axis.legend(loc="best", frameon=False)
+            shown = [(step["step"], step[name]) for step in steps if name in step]
+            if shown:
+                axis.plot(*zip(*shown, strict=True), label=name)
+        if unit == "steps":
+            axis.axhline(run.config.staleness.bound, color="grey", linestyle="--", label="bound S")
+        if unit == "s per step":
+            times_s = sorted(step["learner/step_s"] + step["learner/wait_s"] for step in steps)
+            axis.set_ylim(0, times_s[int(0.98 * (len(steps) - 1))] * 1.2)
+        axis.set_ylabel(unit)
         axis.grid(alpha=0.3)
-    axes[1].axhline(run.config.staleness.bound, color="grey", linestyle="--")
-    axes[2].set_ylim(
-        0, sorted(step["learner/step_s"] + step["learner/wait_s"] for step in steps)[int(0.98 * (len(steps) - 1))] * 1.2
-    )
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(loc="best", frameon=False)
     axes[-1].set_xlabel("learner step")
     figure.suptitle(run.run_id)
     figure.savefig(run.report / "curves.png", dpi=110)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +15,7 @@ from echo2.hub.inspection import inspect_run
 from echo2.models.preparation import check_model_and_task
 from echo2.run_directory import find_run
 from flows.console import say
+from flows.interrupts import interrupted, raise_if_lost, raise_on_signals
 from flows.outage import ended_in_spite_of, leave, say_outage_once
 from flows.temporary_server import server_for_run
 
@@ -25,19 +24,12 @@ INTERRUPTED = 130
 
 def run_to_end(config: Config, resume: bool) -> NoReturn:
     """Train every segment of the run, print a summary and end the process with the exit code."""
-    interrupted = threading.Event()
-
-    def on_interrupt(*_: object) -> None:
-        interrupted.set()
-        raise KeyboardInterrupt
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, on_interrupt)
+    raise_on_signals()
     try:
         code, outage = (0, False) if _is_complete(config, resume) else _run_segments(config, resume)
     except BaseException:
         # Libraries make other errors of an interrupt that meets them midway; whatever was open has been closed by now.
-        if not interrupted.is_set():
+        if not interrupted():
             raise
         say(f"interrupted; if {_place(config)} holds the run, the same command with --resume goes on with it")
         leave(INTERRUPTED, at_once=True)
@@ -88,6 +80,7 @@ def _run_segments(config: Config, resume: bool) -> tuple[int, bool]:
     outage = False
     with server_for_run():
         while True:
+            raise_if_lost()
             segment_began = time.time()
             try:
                 summary = train(config, resume=resume)

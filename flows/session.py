@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from clouds.fleet import Fleet
 from clouds.local import LocalBackend
@@ -24,12 +23,13 @@ from echo2.errors import UserError, WaitTimeout
 from echo2.hub.address import listen
 from echo2.hub.client import HubClient
 from echo2.hub.process import HubProcess
-from echo2.models.preparation import prepare_model
+from echo2.learning.checkpoint import checkpoint_versions, newest_checkpoint, restore, save_checkpoint
+from echo2.learning.learner import Learner
+from echo2.learning.learners import make_learner
+from echo2.models.preparation import prepare_model, write_stand_in
 from echo2.run_directory import RunDirectory, create_run
 from flows.console import say, watching
-
-if TYPE_CHECKING:
-    from echo2.learning.learner import Learner
+from flows.interrupts import raise_if_lost
 
 log = logging.getLogger(__name__)
 WATCH_INTERVAL_S = 0.5
@@ -99,15 +99,11 @@ class Session:
 
     def checkpoint(self) -> None:
         """Write the learner's state, if the newest checkpoint is older, and drop the oldest beyond `keep_checkpoints`."""
-        from echo2.learning.checkpoint import save_checkpoint
-
         save_checkpoint(self.learner, self.run.checkpoints, self.run.run_id, keep=self.config.learner.keep_checkpoints)
 
     @property
     def oldest_checkpoint(self) -> int:
         """The earliest version that a later segment may have to start from."""
-        from echo2.learning.checkpoint import checkpoint_versions
-
         return min(checkpoint_versions(self.run.checkpoints), default=0)
 
 
@@ -131,6 +127,7 @@ def stoppable(session: Session) -> Iterator[None]:
         return
     former = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
+        raise_if_lost()
         yield
     finally:
         for number, handler in former.items():
@@ -143,9 +140,6 @@ def open_session(config: Config, resume: bool) -> Iterator[Session]:
 
     Raises UserError where the run directory, the model or the hub cannot be had.
     """
-    from echo2.learning.checkpoint import newest_checkpoint, restore
-    from echo2.learning.learner import Learner
-
     listener = listen(config.hub.host, config.hub.port)
     run = create_run(config, resume)
     with ExitStack() as stack:
@@ -167,7 +161,7 @@ def open_session(config: Config, resume: bool) -> Iterator[Session]:
         stack.callback(fleet.stop)
         stack.enter_context(_kept_alive(hub_process, fleet))
         say(_who_works(run, hub.url))
-        learner = Learner.create(config, model_folder)
+        learner = make_learner(config, model_folder)
         checkpoint = newest_checkpoint(run.checkpoints)
         if checkpoint is not None:
             restore(learner, checkpoint)
@@ -189,8 +183,11 @@ def _who_works(run: RunDirectory, hub_url: str) -> str:
 
 def _provide_model(run: RunDirectory) -> Path:
     """The folder of the model; its small files go into the run's record, whence workers fetch them."""
-    folder = prepare_model(run.config, say)
     run.model.mkdir(exist_ok=True)
+    if run.config.learner.engine == "simulated" and run.config.model.path == "tiny":
+        write_stand_in(run.config, run.model)
+        return run.model
+    folder = prepare_model(run.config, say)
     for name in MODEL_FILES:
         if (folder / name).is_file():
             shutil.copyfile(folder / name, run.model / name)

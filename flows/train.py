@@ -17,6 +17,7 @@ from echo2.learning.learner import Learner
 from echo2.protocol import Batch
 from echo2.report import write_report
 from flows.artifacts import reporting
+from flows.capacity import CapacityWatch, watched_capacity
 from flows.dissemination import Disseminator
 from flows.session import Session, Stopped, open_session, stoppable
 from flows.stopwatch import Stopwatch
@@ -25,15 +26,15 @@ from flows.stopwatch import Stopwatch
 @flow(name="echo2-train", flow_run_name="{config.run.name}", task_runner=ThreadPoolTaskRunner(max_workers=4))
 def train(config: Config, resume: bool = False) -> dict[str, Any]:
     """Train up to `flow.segment_steps` steps of the run and return its summary; `resume` goes on with a run that is there."""
-    with open_session(config, resume) as session, reporting(session), stoppable(session):
+    with open_session(config, resume) as session, reporting(session), stoppable(session), watched_capacity(session) as watch:
         try:
-            train_segment(session)
+            train_segment(session, watch)
         except Stopped:
             session.checkpoint()
         return write_report(session.run, session.hub.status(), session.hub.steps(), session.stop_requested.is_set())
 
 
-def train_segment(session: Session) -> None:
+def train_segment(session: Session, watch: CapacityWatch) -> None:
     """The loop: take the oldest batch that is fresh enough, train, publish, commit."""
     config, learner, hub = session.config, session.learner, session.hub
     dissemination = Disseminator(session)
@@ -50,7 +51,7 @@ def train_segment(session: Session) -> None:
             metrics |= dissemination.publish()
         if learner.version == config.run.steps:
             session.fleet.let_go()
-        hub.commit(step, metrics | stopwatch.lap(), session.oldest_checkpoint)
+        hub.commit(step, metrics | stopwatch.lap() | watch.metrics, session.oldest_checkpoint)
         # After the commit, so that no checkpoint is ever ahead of the ledger.
         if learner.version % config.learner.checkpoint_interval == 0 or learner.version == last:
             session.checkpoint()

@@ -59,6 +59,9 @@ def test_every_section_and_every_field_says_what_it_is(kind):
         ("learner.learning_rate=inf", ("learner.learning_rate", "inf", "finite")),
         ("hub.lease_timeout_s=inf", ("hub.lease_timeout_s", "inf", "finite")),
         ("worker.slots=inf", ("worker.slots", "inf")),
+        ("learner.engine=simulated", ("learner.engine = 'simulated'", "worker.engine = 'transformers'", "engine=torch")),
+        ("worker.simulated_latency_cv=-1", ("worker.simulated_latency_cv", "-1", "0")),
+        ("dissemination.uplink_bytes_per_s=-1", ("dissemination.uplink_bytes_per_s", "-1", "0")),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused_with_its_name_and_its_numbers(setting, parts):

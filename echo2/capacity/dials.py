@@ -1,97 +1,175 @@
-"""Dials: how far each number that a user can turn may go, all others as they are, with the learner always busy.
+"""Dials: how far each number that a user can turn must go, or may go, for the target, all others as they are.
 
-Invariants: a dial's limit is where the conditions that it acts on are just met; it keeps the learner busy only if the
-conditions that it does not act on are met too, which each dial says.
+Invariants: a dial's limit is the value nearest to a stalling learner that still reaches the goal, by the closed form of
+`echo2.capacity.slow_end`; the goal is the target or, where the dial alone cannot reach it, the best that the dial can do; a
+dial that does nothing for the utilisation has no limit.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
-from echo2.capacity.model import Links, Prediction, Workload, ceiling, predict, required_throughput
+from echo2.capacity.latencies import Latency
+from echo2.capacity.model import Links, Prediction, Workload
+from echo2.capacity.slow_end import least_integer, loaded_step_time_s, longest_step_s, predict_pool, reaches
+
+GAIN = 1.005
+"""Utilisation over the present one from which a dial is said to do something."""
+
+AS_GOOD = 0.998
+"""Share of the best utilisation that counts as the best."""
+
+MOST_BOUND = 256
+"""Greatest S that is tried."""
+
+GREATEST_BATCH = 64
+"""Greatest batch that is tried, in present ones."""
+
+HALVINGS = 20
+
+Number = TypeVar("Number", int, float)
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What the closed form is asked about."""
+
+    workload: Workload
+    links: Links
+    slots: int
+    latency: Latency
+
+    @property
+    def utilisation(self) -> float:
+        """U = T/τ."""
+        return self.workload.learner_step_s / loaded_step_time_s(self.workload, self.links, self.slots, self.latency)
+
+    def reaches(self, utilisation: float) -> bool:
+        """Whether U is that high."""
+        return reaches(self.workload, self.links, self.slots, self.latency, utilisation)
+
+    def predict(self) -> Prediction:
+        """Step time, utilisation, what binds."""
+        return predict_pool(self.workload, self.links, self.slots, self.latency)
 
 
 @dataclass(frozen=True, slots=True)
 class Dial:
-    """One dial, its value and the value that just meets its conditions."""
+    """One dial, its value and its limit."""
 
     symbol: str
     unit: str
     value: float
+    at_most: bool
+    """Whether the learner stalls above the limit rather than below."""
     limit: float | None
-    """Least S, κ or μ, greatest D or L that meets the conditions it acts on; None where no value does."""
+    """The limit; None where turning this dial does nothing for the utilisation."""
     at_limit: Prediction | None
     """What the closed form says there; None where there is no limit."""
-
-    @property
-    def keeps_busy(self) -> bool:
-        """Whether this dial alone, at its limit, lets the learner never wait."""
-        return self.at_limit is not None and self.at_limit.binding.name == "learner"
+    reaches_target: bool
+    """Whether this dial alone, at its limit, reaches the target."""
 
 
-def dials(workload: Workload, links: Links, groups_per_s: float) -> tuple[Dial, ...]:
-    """S, κ, D, L and μ.
+def dials(workload: Workload, links: Links, slots: int, latency: Latency, target_utilisation: float) -> tuple[Dial, ...]:
+    """S, κ, D, L, μ and B. D keeps the shares of its parts, L its spread, and T grows with B; the pool keeps its slots.
 
-    At κ = 3 freshness binds, 2.8 s > 2 s; S = 5, κ = 2, D = 1.2 s or L = 0 would each do, a larger pool would not:
+    At κ = 3 freshness binds, D + L = 2.8 s > 2 s. S = 5, κ = 2, D = 1.2 s, or a batch that takes the learner longer would do, a
+    larger pool would not:
 
-    >>> for dial in dials(Workload(1.0, 32, 4, 3, 0.8, 1.0), Links(2.0, 0.0), groups_per_s=96.0):
-    ...     print(dial.symbol, dial.limit, dial.keeps_busy)
+    >>> from echo2.capacity.latencies import Constant
+    >>> for dial in dials(Workload(1.0, 32, 4, 3, 0.8, 1.0), Links(2.0, 0.0), 96, Constant(0.8), target_utilisation=1.0):
+    ...     print(dial.symbol, None if dial.limit is None else round(dial.limit, 3), dial.reaches_target)
     S 5 True
     κ 2 True
     D 1.2 True
     L 0.0 True
-    μ 32.0 False
+    μ None False
+    B 45 True
     """
+    longest_step_s(workload, target_utilisation)
+    now = Situation(workload, links, slots, latency)
+    search = _Search(now, target_utilisation)
+    S, κ, T, B = workload.staleness_bound, workload.publish_interval, workload.learner_step_s, workload.groups_per_batch
+    longest_s = 2 * (S + 2) * T
+    mean_s = latency.mean_s
+
+    def with_batch(groups: int) -> Situation:
+        return replace(now, workload=replace(workload, groups_per_batch=groups, learner_step_s=T / B * groups))
+
+    def with_dissemination(seconds: float) -> Situation:
+        share = links.transfer_s / links.latency_s if links.latency_s else 0.0
+        return replace(now, links=Links(seconds * share, seconds * (1 - share)))
+
     return (
-        _staleness_dial(workload, links, groups_per_s),
-        _interval_dial(workload, links, groups_per_s),
-        _dissemination_dial(workload, links, groups_per_s),
-        _latency_dial(workload, links, groups_per_s),
-        _throughput_dial(workload, links, groups_per_s),
+        search.least("S", "steps", S, lambda S: replace(now, workload=replace(workload, staleness_bound=S)), κ - 1, MOST_BOUND),
+        search.interval(),
+        search.greatest("D", "s", links.latency_s, with_dissemination, max(links.latency_s, longest_s)),
+        search.greatest("L", "s", mean_s, lambda s: replace(now, latency=latency.scaled_to(s)), max(mean_s, longest_s)),
+        search.least_pool(),
+        search.least("B", "groups", B, with_batch, 1, GREATEST_BATCH * B),
     )
 
 
-def _staleness_dial(workload: Workload, links: Links, groups_per_s: float) -> Dial:
-    """D + L ≤ (S + 1 − κ)·T solved for S."""
-    hidden_steps = ceiling((links.latency_s + workload.group_latency_s) / workload.learner_step_s)
-    limit = hidden_steps + workload.publish_interval - 1
-    at_limit = predict(replace(workload, staleness_bound=limit), links, groups_per_s)
-    return Dial("S", "steps", workload.staleness_bound, limit, at_limit)
+class _Search:
+    """Looks for the limits of dials around one situation."""
 
+    def __init__(self, now: Situation, target: float) -> None:
+        self.now, self.target = now, target
+        self.present = now.utilisation
 
-def _interval_dial(workload: Workload, links: Links, groups_per_s: float) -> Dial:
-    """D_tx ≤ κT solved for κ: the least interval leaves freshness the most room."""
-    limit = max(1, ceiling(links.transfer_s / workload.learner_step_s))
-    if limit > workload.staleness_bound + 1:
-        return Dial("κ", "steps", workload.publish_interval, None, None)
-    at_limit = predict(replace(workload, publish_interval=limit), links, groups_per_s)
-    return Dial("κ", "steps", workload.publish_interval, limit, at_limit)
+    def least(self, symbol: str, unit: str, value: int, at: Callable[[int], Situation], least: int, most: int) -> Dial:
+        """A dial of whole numbers of which more is better."""
+        goal = self._goal(at(most))
+        limit = None if goal is None else least_integer(lambda number: at(number).reaches(goal), least, most)
+        return self._dial(symbol, unit, value, limit, at, at_most=False)
 
+    def least_pool(self) -> Dial:
+        """μ, in whole slots."""
+        now, mean_s = self.now, self.now.latency.mean_s
+        most = max(now.slots, (now.workload.staleness_bound + 1) * now.workload.groups_per_batch)
+        dial = self.least("μ", "groups/s", now.slots, lambda slots: replace(now, slots=slots), 1, most)
+        rate = 1 / mean_s if mean_s else math.inf
+        return replace(dial, value=dial.value * rate, limit=None if dial.limit is None else dial.limit * rate)
 
-def _dissemination_dial(workload: Workload, links: Links, groups_per_s: float) -> Dial:
-    """D + L ≤ (S + 1 − κ)·T and D_tx ≤ κT solved for D, whose two parts keep their shares."""
-    hidden_s = (workload.staleness_bound + 1 - workload.publish_interval) * workload.learner_step_s
-    limit = hidden_s - workload.group_latency_s
-    if limit < 0:
-        return Dial("D", "s", links.latency_s, None, None)
-    transfer_share = links.transfer_s / links.latency_s if links.latency_s else 0.0
-    if transfer_share:
-        limit = min(limit, workload.publish_interval * workload.learner_step_s / transfer_share)
-    at_limit = predict(workload, Links(limit * transfer_share, limit * (1 - transfer_share)), groups_per_s)
-    return Dial("D", "s", links.latency_s, limit, at_limit)
+    def interval(self) -> Dial:
+        """κ, all of them tried: the first that links can carry, or else the first of all."""
+        workload, links = self.now.workload, self.now.links
 
+        def at(interval: int) -> Situation:
+            return replace(self.now, workload=replace(workload, publish_interval=interval))
 
-def _latency_dial(workload: Workload, links: Links, groups_per_s: float) -> Dial:
-    """D + L ≤ (S + 1 − κ)·T solved for L."""
-    hidden_s = (workload.staleness_bound + 1 - workload.publish_interval) * workload.learner_step_s
-    limit = hidden_s - links.latency_s
-    if limit < 0:
-        return Dial("L", "s", workload.group_latency_s, None, None)
-    at_limit = predict(replace(workload, group_latency_s=limit), links, groups_per_s)
-    return Dial("L", "s", workload.group_latency_s, limit, at_limit)
+        each = {interval: at(interval).utilisation for interval in range(1, workload.staleness_bound + 2)}
+        goal = self._goal(at(max(each, key=lambda interval: each[interval])))
+        good = [] if goal is None else [interval for interval in each if at(interval).reaches(goal)]
+        carried = [interval for interval in good if interval * workload.learner_step_s >= links.transfer_s]
+        limit = next(iter(carried or good), None)
+        return self._dial("κ", "steps", workload.publish_interval, limit, at, at_most=False)
 
+    def greatest(self, symbol: str, unit: str, value: float, at: Callable[[float], Situation], most: float) -> Dial:
+        """A dial of seconds of which less is better."""
+        goal = self._goal(at(0.0))
+        limit = None
+        if goal is not None:
+            low, high = 0.0, most
+            for _ in range(HALVINGS):
+                middle = (low + high) / 2
+                low, high = (middle, high) if at(middle).reaches(goal) else (low, middle)
+            limit = low
+        return self._dial(symbol, unit, value, limit, at, at_most=True)
 
-def _throughput_dial(workload: Workload, links: Links, groups_per_s: float) -> Dial:
-    """αμ ≥ B/T solved for μ."""
-    limit = required_throughput(workload)
-    return Dial("μ", "groups/s", groups_per_s, limit, predict(workload, links, limit))
+    def _goal(self, best: Situation) -> float | None:
+        """The utilisation to look for, given what the dial can do at its best; None where that is nothing."""
+        if best.reaches(self.target):
+            return self.target
+        can = best.utilisation
+        return can * AS_GOOD if can > self.present * GAIN else None
+
+    def _dial(
+        self, symbol: str, unit: str, value: Number, limit: Number | None, at: Callable[[Number], Situation], at_most: bool
+    ) -> Dial:
+        if limit is None:
+            return Dial(symbol, unit, value, at_most, None, None, reaches_target=False)
+        return Dial(symbol, unit, value, at_most, limit, at(limit).predict(), at(limit).reaches(self.target))

@@ -35,6 +35,9 @@ class Latency(Protocol):
     def sampler(self, generator: random.Random) -> Callable[[], float]:
         """A function that gives one draw per call, seconds."""
 
+    def scaled_to(self, mean_s: float) -> Latency:
+        """The same shape with another mean."""
+
 
 @dataclass(frozen=True)
 class Constant:
@@ -58,6 +61,9 @@ class Constant:
 
     def sampler(self, generator: random.Random) -> Callable[[], float]:
         return lambda: self.mean_s
+
+    def scaled_to(self, mean_s: float) -> Constant:
+        return Constant(mean_s)
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,9 @@ class Lognormal:
         gauss, exp = generator.gauss, math.exp
         return lambda: exp(gauss(mu, sigma))
 
+    def scaled_to(self, mean_s: float) -> Latency:
+        return Lognormal(mean_s, self.cv) if mean_s else Constant(0.0)
+
 
 @dataclass(frozen=True)
 class Empirical:
@@ -131,6 +140,11 @@ class Empirical:
     def sampler(self, generator: random.Random) -> Callable[[], float]:
         samples_s, count, draw = self.samples_s, len(self.samples_s), generator.random
         return lambda: samples_s[int(draw() * count)]
+
+    def scaled_to(self, mean_s: float) -> Latency:
+        if not self.mean_s:
+            return Constant(mean_s)
+        return Empirical(tuple(sample_s * mean_s / self.mean_s for sample_s in self.samples_s))
 
 
 def _check_seconds(name: str, value: float) -> None:

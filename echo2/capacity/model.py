@@ -31,7 +31,7 @@ a batch, not its mean, and count in L the waiting for a slot where B exceeds the
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from echo2.errors import UserError
@@ -122,35 +122,13 @@ class Prediction:
     """What sets the step time; the learner itself when it never waits."""
     conditions: tuple[Condition, ...]
     """Learner, generation, links, freshness."""
+    carried_interval: int
+    """κ as the links carry it: the configured one or a multiple, where workers skip snapshots that slow links left waiting."""
 
     @property
     def slack(self) -> float:
         """Slack of the binding condition, in its unit: 0 for the learner, negative for all others."""
         return self.binding.slack
-
-
-@dataclass(frozen=True, slots=True)
-class PublishInterval:
-    """The best κ, and what the links alone would ask for."""
-
-    steps: int
-    """The smallest κ in 1 … S + 1 with the least step time."""
-    links_need_steps: int
-    """κ* = max(1, ⌈D_tx/T⌉), the smallest interval whose snapshots the links can carry while the learner never waits."""
-    feasible: bool
-    """Whether κ* ≤ S + 1; if not, the links make the learner wait at every allowed κ."""
-
-
-@dataclass(frozen=True, slots=True)
-class Provision:
-    """The smallest pool for a target utilisation."""
-
-    groups_per_s: float
-    """μ that reaches the target, or the best that can be had where no pool reaches it."""
-    utilisation: float
-    """What that μ gives."""
-    reachable: bool
-    """Whether `utilisation` is the target's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +217,7 @@ def predict(workload: Workload, links: Links, groups_per_s: float) -> Prediction
     terms = conditions(workload, links, groups_per_s)
     slowest = max(term.step_time_s for term in terms)
     binding = next(term for term in terms if term.step_time_s >= slowest * (1 - TOLERANCE))
-    return Prediction(slowest, workload.learner_step_s / slowest, binding, terms)
+    return Prediction(slowest, workload.learner_step_s / slowest, binding, terms, workload.publish_interval)
 
 
 def required_throughput(workload: Workload) -> float:
@@ -249,53 +227,6 @@ def required_throughput(workload: Workload) -> float:
     32.0
     """
     return workload.groups_per_batch / (workload.accepted_share * workload.learner_step_s)
-
-
-def best_publish_interval(workload: Workload, links: Links, groups_per_s: float) -> PublishInterval:
-    """The best κ for these links and this pool; `workload.publish_interval` plays no part.
-
-    It is κ* = max(1, ⌈D_tx/T⌉) wherever some κ keeps the learner busy. Where none does, a shorter one may do as well because
-    the steps are slower anyway, or a longer one better because its loop has more steps to spread D + L over.
-
-    >>> best_publish_interval(Workload(1.0, 32, 4, 3, 0.8, 1.0), Links(2.0, 0.0), groups_per_s=32.0)
-    PublishInterval(steps=2, links_need_steps=2, feasible=True)
-
-    Links that need 7 s per snapshot cannot keep up with S = 4, T = 1 s at any allowed interval:
-
-    >>> best_publish_interval(Workload(1.0, 32, 4, 3, 0.8, 1.0), Links(7.0, 0.0), groups_per_s=32.0)
-    PublishInterval(steps=5, links_need_steps=7, feasible=False)
-    """
-    allowed = range(1, workload.staleness_bound + 2)
-    times_s = [step_time_s(replace(workload, publish_interval=κ), links, groups_per_s) for κ in allowed]
-    best = next(κ for κ, time_s in zip(allowed, times_s, strict=True) if time_s <= min(times_s) * (1 + TOLERANCE))
-    wanted = max(1, ceiling(links.transfer_s / workload.learner_step_s))
-    return PublishInterval(best, wanted, feasible=wanted in allowed)
-
-
-def needed_groups_per_s(workload: Workload, links: Links, target_utilisation: float) -> Provision:
-    """The smallest μ that reaches the target, by solving the closed form for B/(αμ).
-
-    Half the speed is enough for half the utilisation:
-
-    >>> needed_groups_per_s(Workload(1.0, 32, 4, 2, 0.8, 1.0), Links(2.0, 0.0), target_utilisation=0.5)
-    Provision(groups_per_s=16.0, utilisation=0.5, reachable=True)
-
-    Synchronous training cannot hide D + L = 3 s behind any pool:
-
-    >>> needed_groups_per_s(Workload(1.0, 32, 0, 1, 1.0, 1.0), Links(2.0, 0.0), target_utilisation=0.97)
-    Provision(groups_per_s=8.0, utilisation=0.25, reachable=False)
-    """
-    _check_share("target_utilisation", target_utilisation, "the share of time that the learner is to work")
-    T, P = workload.learner_step_s, _freshness_loop_steps(workload)
-    spare_steps = P - (workload.staleness_bound + 2 - workload.publish_interval)
-    best_time_s = step_time_s(workload, links, required_throughput(workload))
-    reachable = T / target_utilisation >= best_time_s * (1 - TOLERANCE)
-    time_s = max(T / target_utilisation, best_time_s) if reachable else best_time_s
-    pace_s = time_s
-    if spare_steps:
-        loop_s = T + links.latency_s + workload.group_latency_s
-        pace_s = max(T, min(time_s, (P * time_s - loop_s) / spare_steps))
-    return Provision(workload.groups_per_batch / (workload.accepted_share * pace_s), T / time_s, reachable)
 
 
 def serial_rule(workload: Workload, links: Links) -> SerialRule:

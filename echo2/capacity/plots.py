@@ -12,14 +12,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from echo2.capacity.model import Links, Workload, best_publish_interval, ceiling, required_throughput, utilisation
-from echo2.capacity.plan import SOURCE_TEXT, Plan
+from echo2.capacity.dials import Situation
+from echo2.capacity.model import Links, ceiling, required_throughput
+from echo2.capacity.plan import Plan
 
-INTERVALS = 150
+INTERVALS = 40
 """Stretches that a curve over a continuous quantity is made of."""
 
-MOST_STALENESS_BOUNDS = 24
+MOST_STALENESS_BOUNDS = 16
 """Values of S that a panel shows beside the plan's own; a longer axis leaves some out."""
+
+MOST_INTERVALS = 8
+"""κ that are tried for the best one at a point, beside those of the other rules; a longer range leaves some out."""
 
 SIZE_INCHES = (13.5, 5.0)
 CONFIGURED, BEST, SERIAL, INK, FAINT = "#14607a", "#f6b26b", "#d1345b", "#2b2b2b", "#8a8a8a"
@@ -44,24 +48,24 @@ class Panel:
 
 def panels(plan: Plan) -> tuple[Panel, Panel, Panel]:
     """Utilisation against μ in groups/s, S in steps and D in seconds, whose two parts keep their shares."""
-    workload, links, pool = plan.workload, plan.links, plan.terms.groups_per_s
-    κ = workload.publish_interval
-    free = replace(workload, publish_interval=1)
+    workload, links, latency = plan.workload, plan.links, plan.terms.latency
+    now = Situation(workload, links, plan.terms.slots, latency)
     share = links.transfer_s / links.latency_s if links.latency_s else 0.0
+    rate = plan.terms.groups_per_s / plan.terms.slots
+
+    def with_bound(S: int) -> Situation:
+        return replace(now, workload=replace(workload, staleness_bound=S, publish_interval=1))
+
+    def with_dissemination(D: float) -> Situation:
+        return replace(now, links=Links(D * share, D * (1 - share)))
+
+    pools = ((slots * rate, replace(now, slots=slots)) for slots in _pools(plan))
+    bounds = ((S, with_bound(S)) for S in _staleness_bounds(plan))
+    latencies = ((D, with_dissemination(D)) for D in _latencies_s(plan))
     return (
-        _panel("throughput of the pool μ (groups/s)", pool, κ, ((μ, free, links, μ) for μ in _pools(plan))),
-        _panel(
-            "staleness bound S (steps)",
-            workload.staleness_bound,
-            κ,
-            ((S, replace(free, staleness_bound=S), links, pool) for S in _staleness_bounds(plan)),
-        ),
-        _panel(
-            "dissemination latency D (s)",
-            links.latency_s,
-            κ,
-            ((D, free, Links(D * share, D * (1 - share)), pool) for D in _latencies_s(plan)),
-        ),
+        _panel("throughput of the pool μ (groups/s)", plan.terms.slots * rate, plan, pools),
+        _panel("staleness bound S (steps)", workload.staleness_bound, plan, bounds),
+        _panel("dissemination latency D (s)", links.latency_s, plan, latencies),
     )
 
 
@@ -79,35 +83,35 @@ def plot_plan(plan: Plan, figure: Any) -> None:
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
 
 
-def _panel(quantity: str, now: float, interval: int, points: Iterable[tuple[float, Workload, Links, float]]) -> Panel:
-    """The curves through `points`: value, workload, links, groups/s."""
-    rows = [
-        (
-            value,
-            _utilisation_at(interval, workload, links, pool),
-            _utilisation_at(best_publish_interval(workload, links, pool).steps, workload, links, pool),
-            _utilisation_at(workload.staleness_bound - 1, workload, links, pool),
-        )
-        for value, workload, links, pool in points
-    ]
-    values, configured, best, serial = zip(*rows, strict=True)
-    return Panel(quantity, values, configured, best, serial, now)
+def _panel(quantity: str, now: float, plan: Plan, points: Iterable[tuple[float, Situation]]) -> Panel:
+    """The curves through `points`."""
+    values, configured, best, serial = [], [], [], []
+    for value, situation in points:
+        S, κ = situation.workload.staleness_bound, plan.workload.publish_interval
+        tried = {*range(1, S + 2, -(-(S + 1) // MOST_INTERVALS)), κ, S - 1, S + 1} & {*range(1, S + 2)}
+        each = {k: replace(situation, workload=replace(situation.workload, publish_interval=k)).utilisation for k in tried}
+        values.append(value)
+        configured.append(each.get(κ, math.nan))
+        best.append(max(each.values()))
+        serial.append(each.get(S - 1, math.nan))
+    return Panel(quantity, tuple(values), tuple(configured), tuple(best), tuple(serial), now)
 
 
-def _utilisation_at(interval: int, workload: Workload, links: Links, groups_per_s: float) -> float:
-    if not 1 <= interval <= workload.staleness_bound + 1:
-        return math.nan
-    return utilisation(replace(workload, publish_interval=interval), links, groups_per_s)
-
-
-def _pools(plan: Plan) -> list[float]:
-    """From almost none to beyond the plan's pool, the needed one, and the serial rule's unless it would dwarf them."""
-    last = 1.25 * max(plan.terms.groups_per_s, plan.provision.groups_per_s, required_throughput(plan.workload))
-    serial = plan.serial.groups_per_s
+def _pools(plan: Plan) -> list[int]:
+    """Slots from almost none to beyond the plan's pool, the needed one, and the serial rule's unless it would dwarf them."""
+    last = 1.25 * max(plan.terms.slots, plan.configured.slots, required_throughput(plan.workload) * plan.terms.latency.mean_s)
+    serial = serial_slots(plan)
     if serial is not None and serial <= 4 * last:
         last = max(last, 1.1 * serial)
-    grid = [last * place / INTERVALS for place in range(1, INTERVALS + 1)]
-    return sorted({*grid, plan.terms.groups_per_s, required_throughput(plan.workload)})
+    grid = [max(1, round(last * place / INTERVALS)) for place in range(1, INTERVALS + 1)]
+    return sorted({*grid, plan.terms.slots, *range(plan.terms.slots - 2, plan.terms.slots + 3)} - set(range(-2, 1)))
+
+
+def serial_slots(plan: Plan) -> int | None:
+    """Slots that the serial rule asks for; None where no pool satisfies it."""
+    if plan.serial.groups_per_s is None:
+        return None
+    return max(1, ceiling(plan.serial.groups_per_s * plan.terms.latency.mean_s))
 
 
 def _staleness_bounds(plan: Plan) -> list[int]:
@@ -152,18 +156,18 @@ def _draw_pools(axis: Any, plan: Plan) -> None:
     top = axis.secondary_xaxis("top", functions=(lambda μ: μ / per_worker, lambda workers: workers * per_worker))
     top.set_xlabel("workers", color=INK)
     top.tick_params(colors=INK)
-    needed, serial = plan.provision, plan.serial
-    overlap = f"{100 * needed.utilisation:.4g} % needs {needed.groups_per_s:.4g} groups/s"
+    needed, serial = plan.configured, plan.serial
+    overlap = f"{100 * needed.prediction.utilisation:.4g} % needs {needed.groups_per_s:.4g} groups/s"
     if not needed.reachable:
         overlap = f"{100 * plan.target_utilisation:.4g} % is out of reach of any pool at κ = {plan.workload.publish_interval}"
     note = {"transform": axis.transAxes, "ha": "right", "fontsize": 9}
     axis.text(0.98, 0.11, overlap, color=CONFIGURED, **note)
-    if serial.groups_per_s is None or plan.at_serial is None:
+    if serial.groups_per_s is None or plan.serial_prediction is None:
         axis.text(0.98, 0.05, "no pool meets the serial rule", color=SERIAL, **note)
         return
     axis.text(0.98, 0.05, f"the serial rule asks for {serial.groups_per_s:.4g} groups/s", color=SERIAL, **note)
     if serial.groups_per_s <= axis.get_xlim()[1]:
-        there = ([serial.groups_per_s], [100 * plan.at_serial.utilisation])
+        there = ([serial.groups_per_s], [100 * plan.serial_prediction.utilisation])
         axis.plot(*there, marker="D", markersize=9, color=SERIAL, markeredgecolor="white", linestyle="none", zorder=5)
 
 
@@ -171,8 +175,8 @@ def _title(plan: Plan) -> str:
     workload, links, terms = plan.workload, plan.links, plan.terms
     given = (
         f"T = {workload.learner_step_s:.4g} s, B = {workload.groups_per_batch}, S = {workload.staleness_bound}, "
-        f"κ = {workload.publish_interval}, L = {workload.group_latency_s:.4g} s, "
+        f"κ = {workload.publish_interval}, L = {terms.latency.mean_s:.4g} s (cv {terms.latency.cv:.3g}), "
         f"D = {links.transfer_s:.4g} + {links.fixed_s:.4g} s, α = {workload.accepted_share:.4g}, "
         f"μ = {terms.groups_per_s:.4g} groups/s"
     )
-    return f"Run {plan.run_name}, {SOURCE_TEXT[terms.source]}: {given}"
+    return f"Run {plan.run_name}, T {terms.provenance['T']}: {given}"

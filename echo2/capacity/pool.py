@@ -29,16 +29,19 @@ class WorkerKind:
     """Rate λ while up; the times between are exponential."""
     down_s: float = 0.0
     """From a preemption to the relaunch; not paid."""
+    detection_s: float = 0.0
+    """From a preemption until its leases are open to others, at the latest when it takes leases again: the worker's successor
+    is known by its name."""
     price_usd_per_hour: float = 0.0
     """Price of one worker, start-up included."""
 
     def __post_init__(self) -> None:
         for name, value in (("count", self.count), ("slots", self.slots)):
-            if not isinstance(value, int) or value < 1:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UserError(f"a worker kind's {name} = {value!r} is not a whole number from 1 up: give how many there are")
         if not (math.isfinite(self.speed) and self.speed > 0):
             raise UserError(f"a worker kind's speed = {self.speed!r} is not a finite number above 0: give a factor, 1 for par")
-        for name in ("added_fixed_s", "start_up_s", "preemptions_per_hour", "down_s", "price_usd_per_hour"):
+        for name in ("added_fixed_s", "start_up_s", "preemptions_per_hour", "down_s", "detection_s", "price_usd_per_hour"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise UserError(f"a worker kind's {name} = {value!r} is not a finite number from 0 up: give its figure")

@@ -4,6 +4,7 @@ Invariants, each held by a test:
 - Leases are given by `echo2.capacity.admission`, the module that the hub uses; live groups never exceed a worker's limit.
 - No group with staleness > S is trained; what grows too old is dropped at the end of a step, finished or not, and makes room.
 - Counts add up: groups leased = trained + filtered + expired + open.
+- A lost worker's leases stay its own until its loss is noticed: they take up room, and grow too old, until then.
 - The same arguments give the same result, to the last digit.
 
 The pipeline: a worker's free slot takes a lease as soon as admission allows, an open lease of a lost worker first. A group
@@ -35,6 +36,9 @@ Carry = Literal["every", "newest"]
 ENDLESS = 2**60
 """Steps of a run whose end does not bound admission."""
 
+HOPELESS_LOSSES = 1000
+"""Times that every worker on average may be preempted within one step before that step is given up."""
+
 WARM_UP_SHARE = 0.25
 """Share of the steps that are simulated but not measured: the head start of S steps and the filling of the pipeline."""
 
@@ -51,6 +55,8 @@ class SimulationResult:
     """Mean staleness of the trained groups, in steps."""
     staleness_max: int
     """Greatest staleness of any group trained, warm-up included."""
+    staleness_shares: tuple[float, ...]
+    """Shares of the trained groups with staleness 0, 1, … S."""
     waste_share: float
     """Share of the generated groups that were never trained: filtered, expired or lost with their worker."""
     step_times_s: tuple[float, ...]
@@ -99,10 +105,12 @@ class Twin:
         self.learning = False
         self.oldest = oldest_trainable_version(0, workload.staleness_bound)
         self.live = self.leased = self.filtered = self.expired = self.lost = self.unassigned = 0
+        self.losses_since_step = 0
         self.in_slots: dict[int, int] = {0: 0}
         self.ready: dict[int, int] = {0: 0}
         self.ready_groups = 0
-        self.staleness_sums: list[int] = []
+        self.staleness_counts: list[list[int]] = []
+        """Groups of staleness 0 … S that each step trained."""
         self.staleness_max = 0
         self.step_ends_s: list[float] = []
         self.worked_s: list[float] = []
@@ -193,15 +201,15 @@ class Twin:
         if self.ready_groups < missing:
             return
         self.ready_groups -= missing
-        staleness_sum = 0
+        counts = [0] * (self.workload.staleness_bound + 1)
         for version, ready in self.ready.items():
             taken = min(ready, missing)
             if taken:
                 self.ready[version] = ready - taken
-                staleness_sum += taken * (self.step - version)
+                counts[self.step - version] = taken
                 self.staleness_max = max(self.staleness_max, self.step - version)
                 missing -= taken
-        self.staleness_sums.append(staleness_sum)
+        self.staleness_counts.append(counts)
         self.learning = True
         step_s = self.draw_step_s()
         self.worked_s.append(step_s)
@@ -209,6 +217,7 @@ class Twin:
 
     def _end_step(self) -> None:
         self.learning = False
+        self.losses_since_step = 0
         self.step += 1
         self.step_ends_s.append(self.now_s)
         self._pay()
@@ -273,20 +282,33 @@ class Twin:
         self._hold(worker, self.arrived[kind.added_fixed_s])
 
     def _preempt(self, worker: int) -> None:
-        """The worker is gone: what it held is open to others, and it comes back after its down time."""
+        """The worker is gone; what it held is open to others once that is noticed, and it comes back after its down time."""
         kind = self.kinds[worker]
+        self.losses_since_step += 1
+        if self.losses_since_step > HOPELESS_LOSSES * len(self.kinds):
+            raise UserError(
+                f"step {self.step} never gets its batch: the workers are preempted too early; lower preemptions_per_hour"
+            )
         self.up[worker] = False
         self.free[worker] = self.limit[worker] = 0
         held = [version for _, _, owner, version in self.ends if owner == worker]
         self.ends[:] = [end for end in self.ends if end[2] != worker]
         heapify(self.ends)
         self.lost += len(held)
+        self._pay(-kind.price_usd_per_hour / 3600)
+        self._at(self.now_s + kind.down_s, partial(self._launch, worker))
+        silence_s = min(kind.detection_s, kind.down_s + kind.start_up_s)
+        if silence_s:
+            self._at(self.now_s + silence_s, partial(self._reopen, held))
+        else:
+            self._reopen(held)
+
+    def _reopen(self, held: list[int]) -> None:
+        """The leases of a lost worker are open to others, but for what grew too old meanwhile."""
         for version in held:
             if version >= self.oldest:
                 self.in_slots[version] -= 1
                 self.unassigned += 1
-        self._pay(-kind.price_usd_per_hour / 3600)
-        self._at(self.now_s + kind.down_s, partial(self._launch, worker))
         self._offer()
 
     def _pay(self, change_usd_per_s: float = 0.0) -> None:
@@ -311,17 +333,25 @@ def simulate(
     """Simulate `steps` learner steps. Without `latency` and `learner_step` every group takes L and every step T.
 
     `total_steps` bounds admission as the run's length does; None lets the run go on, so that the last steps are like the rest.
-    Raises UserError where `steps` is below 2 or above `total_steps`.
+    Raises UserError for numbers that cannot be: steps below 2 or above `total_steps`, steps that take no time, preemptions
+    that let no group be finished.
 
     Synchronous training, S = 0 and κ = 1, pays every latency at every step, T + D + L = 1 + 2.5 + 0.8:
 
     >>> from echo2.capacity.pool import WorkerKind
     >>> links, pool = Links(transfer_s=2.0, fixed_s=0.5), Pool((WorkerKind(count=4, slots=8),))
-    >>> round(simulate(Workload(1.0, 32, 0, 1, 0.8, 1.0), links, pool, steps=40, seed=0).step_time_s, 9)
-    4.3
+    >>> result = simulate(Workload(1.0, 32, 0, 1, 0.8, 1.0), links, pool, steps=40, seed=0)
+    >>> round(result.step_time_s, 9), result.staleness_shares
+    (4.3, (1.0,))
     """
-    if steps < 2 or (total_steps is not None and total_steps < steps):
-        raise UserError(f"steps = {steps} cannot be simulated: give at least 2, and no more than the run's {total_steps}")
+    last = ENDLESS if total_steps is None else total_steps
+    if not isinstance(steps, int) or not isinstance(last, int) or not 2 <= steps <= last:
+        bound = "" if total_steps is None else f" to total_steps = {total_steps}"
+        raise UserError(f"steps = {steps!r} cannot be simulated: give a whole number from 2{bound}")
+    if carry not in ("every", "newest"):
+        raise UserError(f"carry = {carry!r} is unknown: choose 'every' or 'newest'")
+    if learner_step is not None and learner_step.mean_s <= 0:
+        raise UserError("learner_step takes 0 s on average, so that a step has no length: give seconds above 0")
     twin = Twin(
         workload,
         links,
@@ -331,7 +361,7 @@ def simulate(
         carry,
         seed,
     )
-    twin.run(steps, ENDLESS if total_steps is None else total_steps)
+    twin.run(steps, last)
     return _result(twin, steps)
 
 
@@ -343,12 +373,16 @@ def _result(twin: Twin, steps: int) -> SimulationResult:
     first = steps - measured
     span_s = ends_s[-1] - ends_s[first - 1]
     trained = steps * workload.groups_per_batch
+    staleness = [
+        sum(counts) / (measured * workload.groups_per_batch) for counts in zip(*twin.staleness_counts[first:steps], strict=True)
+    ]
     wasted = twin.filtered + twin.expired + twin.lost
     return SimulationResult(
         step_time_s=span_s / measured,
         utilisation=sum(twin.worked_s[first:steps]) / span_s,
-        staleness_mean=sum(twin.staleness_sums[first:steps]) / (measured * workload.groups_per_batch),
+        staleness_mean=sum(age * share for age, share in enumerate(staleness)),
         staleness_max=twin.staleness_max,
+        staleness_shares=tuple(staleness),
         waste_share=wasted / (wasted + trained),
         step_times_s=tuple(end_s - start_s for start_s, end_s in zip([0.0, *ends_s], ends_s, strict=False)),
         warm_up_steps=first,

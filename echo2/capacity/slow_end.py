@@ -15,14 +15,15 @@ Invariants: pure functions; seconds; no random numbers. With constant latencies 
    arrival, in which r = ⌊x/(κτ)⌋ younger snapshots arrived. The places still empty in all releases must not exceed the
    κ(1 + r) − i batches that the steps up to t do not need:
 
-       Σ_j out(x − (r − j)·κτ) ≤ max( (κ(1 + r) − i)·B , e^−γ )            j = 0, 1, 2 … all releases, youngest first
+       Σ_j out(x − (r − j)·κτ) ≤ (κ(1 + r) − i)·B + e^−γ            j = 0, 1, 2 … all releases, youngest first
 
    Where nothing may be left, the slowest place decides. The expected maximum of many draws lies where e^−γ = 0.56 of them are
    expected to be slower still, exactly so for exponential tails.
 4. *The loop.* There are w = S + 1 − κ + i steps from the end of step p − 1 to the start of step t, and P = κ·⌈w/κ⌉ to the
    next loop, of which the others need T each. So x = P·τ − (P − w)·T − T − D, and 3. must hold for every i.
 5. *The pace.* The step time is the least τ that also satisfies τ ≥ max(T, D_tx/κ, B·L/(αn(1 − ε))), where ε is the share of
-   groups that outlive their version, P(latency > (S + 1)·τ − D − age), over the ages at which a version is leased.
+   groups that outlive their version, P(latency > (S + 1)·τ − D − age), over the ages at which a version is leased. Where
+   D_tx > κT the links take the newest snapshot of those that wait, so κ acts as a multiple of itself: the one with the least τ.
 6. *The reserve.* All of this is about means. A pool to be relied on gets z standard deviations more: H has the coefficient of
    variation c = √(α·cv² + 1 − α), so out + zc·√out groups must be within what 3. allows, e^(−γ − zc) where it allows none, and
    5. is to complete B·(1 + zc/√(B(S + 1))) groups, since S + 1 batches even each other out.
@@ -31,11 +32,12 @@ Invariants: pure functions; seconds; no random numbers. With constant latencies 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 
 from echo2.capacity.latencies import Latency, Lognormal
-from echo2.capacity.model import Links, Workload
+from echo2.capacity.model import TOLERANCE, Condition, Links, Prediction, Workload, required_throughput
 from echo2.errors import UserError
 
 SLOWEST = 0.5615
@@ -50,8 +52,8 @@ START_POINTS = 16
 LEASE_POINTS = 4
 """Points at which the leases of one version are taken."""
 
-RESERVE = 2.0
-"""z: standard deviations that a recommended pool has in reserve."""
+JOINT = 0.01
+"""Relative difference of step times below which terms are said to bind together."""
 
 HALVINGS = 24
 """Steps of bisection: 24 give seven digits."""
@@ -94,10 +96,7 @@ def slow_end_latency_s(latency: Latency, groups_per_batch: int, slots: int, acce
     2.4
     """
     missing = _release(Tries(latency, accepted_share), groups_per_batch, slots)
-    low_s, high_s = 0.0, max(latency.mean_s, 1e-9)
-    while missing(high_s) > SLOWEST:
-        low_s, high_s = high_s, 2 * high_s
-    return _least(lambda seconds: missing(seconds) <= SLOWEST, low_s, high_s)
+    return _least_from(lambda seconds: missing(seconds) <= SLOWEST, 0.0, first_s=max(latency.mean_s, 1e-9))
 
 
 def loaded_step_time_s(workload: Workload, links: Links, slots: int, latency: Latency) -> float:
@@ -110,40 +109,81 @@ def loaded_step_time_s(workload: Workload, links: Links, slots: int, latency: La
     >>> round(loaded_step_time_s(workload, Links(2.0, 0.5), slots=4, latency=Constant(0.8)), 6)
     5.9
     """
-    if not isinstance(slots, int) or slots < 1:
-        raise UserError(f"slots = {slots!r} is not a whole number from 1 up: give the groups that the pool generates at a time")
-    keeps_pace = _pace_check(workload, links, slots, Tries(latency, workload.accepted_share))
-    low_s = workload.learner_step_s
-    if keeps_pace(low_s):
-        return low_s
-    high_s = 1.5 * low_s
-    while not keeps_pace(high_s):
-        low_s, high_s = high_s, 1.5 * high_s
-    return _least(keeps_pace, low_s, high_s)
+    _check_slots(slots)
+    return _carried(workload, links, slots, Tries(latency, workload.accepted_share))[1]
 
 
-@dataclass(frozen=True, slots=True)
-class Recommendation:
-    """A pool and how often to publish for it."""
+def predict_pool(workload: Workload, links: Links, slots: int, latency: Latency) -> Prediction:
+    """Step time, utilisation, what binds and by how much, for a pool of `slots` whose groups take `latency`.
 
-    publish_interval: int
-    """κ, steps."""
-    slots: int
+    As `loaded_step_time_s`, term by term. 26 slots complete 32.5 groups per second, enough for 32, but a batch of 32 passes
+    through them in two waves; the loop has 4 steps for T + D + 2·L = 4.6 s:
 
-
-def recommended_pool(
-    workload: Workload, links: Links, latency: Latency, target_utilisation: float, most: int
-) -> Recommendation | None:
-    """The smallest pool, up to `most` slots, that reaches the target with a reserve, at the κ that asks for the fewest slots.
-
-    None where `most` slots reach it at no κ; the workload's own L and κ play no part.
+    >>> from echo2.capacity.latencies import Constant
+    >>> prediction = predict_pool(Workload(1.0, 32, 4, 2, 0.8, 1.0), Links(2.0, 0.0), slots=26, latency=Constant(0.8))
+    >>> prediction.binding.name, round(prediction.step_time_s, 6), round(prediction.slack, 6)
+    ('freshness', 1.15, -0.6)
     """
-    best = None
-    for interval in range(1, workload.staleness_bound + 2):
-        slots = needed_slots(replace(workload, publish_interval=interval), links, latency, target_utilisation, most, RESERVE)
-        if slots is not None and (best is None or slots < best.slots):
-            best = Recommendation(interval, slots)
-    return best
+    _check_slots(slots)
+    tries = Tries(latency, workload.accepted_share)
+    carried, _ = _carried(workload, links, slots, tries)
+    return _predict(_Pace(carried, links, slots, tries))
+
+
+def _carried(workload: Workload, links: Links, slots: int, tries: Tries) -> tuple[Workload, float]:
+    """The workload with κ as the links carry it, and its τ."""
+    best, best_s = workload, math.inf
+    for carried in reversed(list(_as_carried(workload, links))):
+        if links.transfer_s / carried.publish_interval < best_s:
+            time_s = _least_from(_Pace(carried, links, slots, tries).is_kept, workload.learner_step_s)
+            best, best_s = (carried, time_s) if time_s <= best_s else (best, best_s)
+    return best, best_s
+
+
+def _as_carried(workload: Workload, links: Links) -> Iterator[Workload]:
+    """κ and, where the links cannot carry every snapshot, its multiples up to the first that they can."""
+    κ = workload.publish_interval
+    for interval in range(κ, workload.staleness_bound + 2, κ):
+        yield replace(workload, publish_interval=interval)
+        if links.transfer_s <= interval * workload.learner_step_s:
+            return
+
+
+def _predict(pace: _Pace) -> Prediction:
+    """What the closed form says if the links carry every snapshot."""
+    workload, links, slots, latency = pace.workload, pace.links, pace.slots, pace.tries.latency
+    T, κ = workload.learner_step_s, workload.publish_interval
+    groups_per_s = slots / latency.mean_s if latency.mean_s else math.inf
+    generation_s = _least_from(pace.pool_keeps_up, T)
+    # A pool that is too slow also lets groups grow too old: what it would need is told in proportion.
+    slower = generation_s / T if generation_s > T else 0.0
+    needed_groups_per_s = groups_per_s * slower or required_throughput(workload) / (1 - pace.expiring_share(T))
+    hidden_s = (workload.staleness_bound + 1 - κ) * T
+    terms = (
+        Condition("learner", T, needed=T, available=T, unit="s"),
+        Condition("generation", generation_s, needed_groups_per_s, groups_per_s, "groups/s"),
+        Condition("links", links.transfer_s / κ, needed=links.transfer_s, available=κ * T, unit="s"),
+        Condition("freshness", _least_from(pace.batches_are_fresh, T), pace.freshness_needs_s(), hidden_s, "s"),
+    )
+    slowest_s = max(term.step_time_s for term in terms)
+    # Of terms that bind together links come first, which nothing else lifts, then generation, whose lack delays freshness too.
+    by_cause = (terms[2], terms[1], terms[3])
+    waiting = [term for term in by_cause if term.step_time_s > max(T * (1 + TOLERANCE), slowest_s * (1 - JOINT))]
+    binding = waiting[0] if waiting else terms[0]
+    return Prediction(slowest_s, T / slowest_s, binding, terms, carried_interval=κ)
+
+
+def reaches(workload: Workload, links: Links, slots: int, latency: Latency, target_utilisation: float) -> bool:
+    """Whether the learner is as busy as that: U of `predict_pool` against the target, at a fraction of its cost.
+
+    Raises UserError for a target that is no share.
+
+    >>> from echo2.capacity.latencies import Constant
+    >>> [reaches(Workload(1.0, 32, 4, 2, 0.8, 1.0), Links(2.0, 0.0), slots, Constant(0.8), 1.0) for slots in (31, 32)]
+    [False, True]
+    """
+    longest_s, tries = longest_step_s(workload, target_utilisation), Tries(latency, workload.accepted_share)
+    return any(_Pace(carried, links, slots, tries).is_kept(longest_s) for carried in _as_carried(workload, links))
 
 
 def needed_slots(
@@ -157,61 +197,106 @@ def needed_slots(
     >>> needed_slots(Workload(1.0, 32, 4, 2, 0.8, 1.0), Links(2.0, 0.0), Constant(0.8), target_utilisation=1.0, most=1000)
     32
     """
-    if not 0 < target_utilisation <= 1:
-        raise UserError(f"target_utilisation = {target_utilisation!r} is not above 0 and at most 1: give a share of the time")
-    longest_s = workload.learner_step_s / target_utilisation * (1 + 1e-9)
+    longest_s = longest_step_s(workload, target_utilisation)
     tries = Tries(latency, workload.accepted_share)
 
-    def reaches(slots: int) -> bool:
-        return _pace_check(workload, links, slots, tries, reserve)(longest_s)
+    def suffice(slots: int) -> bool:
+        return any(_Pace(carried, links, slots, tries, reserve).is_kept(longest_s) for carried in _as_carried(workload, links))
 
-    if not reaches(most):
+    return least_integer(suffice, 1, most)
+
+
+def longest_step_s(workload: Workload, target_utilisation: float) -> float:
+    """T/U, with a margin for rounding; raises UserError for a target that is no share."""
+    if not 0 < target_utilisation <= 1:
+        raise UserError(f"target_utilisation = {target_utilisation!r} is not above 0 and at most 1: give a share of the time")
+    return workload.learner_step_s / target_utilisation * (1 + 1e-9)
+
+
+def least_integer(suffices: Callable[[int], bool], least: int, most: int) -> int | None:
+    """The least whole number from `least` to `most` that suffices, where all above it do; None where `most` does not."""
+    if not suffices(most):
         return None
-    low, high = 0, most
+    low, high = least - 1, most
     while high - low > 1:
         middle = (low + high) // 2
-        if reaches(middle):
+        if suffices(middle):
             high = middle
         else:
             low = middle
     return high
 
 
-def _pace_check(workload: Workload, links: Links, slots: int, tries: Tries, reserve: float = 0.0) -> Callable[[float], bool]:
-    """A function that says whether pool, links and snapshots keep up with steps of so many seconds, with a reserve."""
-    κ = workload.publish_interval
-    links_s = links.transfer_s / κ * (1 - 1e-9)
-    groups = κ * workload.groups_per_batch
-    undisturbed = _release(tries, groups, slots)
+class _Pace:
+    """Whether pool, links and snapshots keep up with steps of so many seconds, with `reserve` standard deviations to spare."""
 
-    def keeps_pace(time_s: float) -> bool:
-        missing = _release(tries, groups, slots, min(slots, _older(undisturbed, κ * time_s)))
-        return (
-            time_s >= links_s
-            and _generation_keeps_pace(workload, links, slots, tries, time_s, reserve)
-            and all(_batch_is_ready(batch, workload, links, missing, time_s, reserve * tries.cv) for batch in range(1, κ + 1))
-        )
+    def __init__(self, workload: Workload, links: Links, slots: int, tries: Tries, reserve: float = 0.0) -> None:
+        self.workload, self.links, self.slots, self.tries, self.reserve = workload, links, slots, tries, reserve
+        self.released = workload.publish_interval * workload.groups_per_batch
+        self.undisturbed = _release(tries, self.released, slots)
 
-    return keeps_pace
+    def is_kept(self, time_s: float) -> bool:
+        """Whether all three do."""
+        links_s = self.links.transfer_s / self.workload.publish_interval * (1 - 1e-9)
+        return time_s >= links_s and self.pool_keeps_up(time_s) and self.batches_are_fresh(time_s)
 
+    def pool_keeps_up(self, time_s: float) -> bool:
+        """Whether the pool completes B groups in `time_s`, without those that will be too old."""
+        workload, tries = self.workload, self.tries
+        work_s = workload.groups_per_batch * tries.mean_s / self.slots
+        spread = tries.cv / math.sqrt(workload.groups_per_batch * (workload.staleness_bound + 1))
+        return time_s * (1 - self.expiring_share(time_s)) >= work_s * (1 + self.reserve * spread) * (1 - 1e-9)
 
-def _older(missing: Callable[[float], float], interval_s: float) -> float:
-    """Groups of older releases that still hold slots when a snapshot arrives."""
-    total, age_s = 0.0, interval_s
-    while (still := missing(age_s)) > NEGLIGIBLE_GROUPS:
-        total, age_s = total + still, age_s + interval_s
-    return total
+    def expiring_share(self, time_s: float) -> float:
+        """ε: share of the groups that outlive their version where steps take `time_s`."""
+        workload, tries = self.workload, self.tries
+        life_s = (workload.staleness_bound + 1) * time_s - self.links.latency_s
+        lease_span_s = self.released * tries.mean_s / self.slots
+        ages_s = [(point + 0.5) / LEASE_POINTS * lease_span_s for point in range(LEASE_POINTS)]
+        return sum(1 - tries.latency.share_within(life_s - age_s) for age_s in ages_s) / LEASE_POINTS
 
+    def batches_are_fresh(self, time_s: float) -> bool:
+        """Whether every batch of an interval is ready in time, even if `reserve` deviations more groups are missing."""
+        workload, missing = self.workload, self._missing(time_s)
+        T, κ = workload.learner_step_s, workload.publish_interval
+        for batch in range(1, κ + 1):
+            w = workload.staleness_bound + 1 - κ + batch
+            P = κ * -(-w // κ)
+            passed_s = P * time_s - (P - w) * T - T - self.links.latency_s
+            if passed_s < 0 or not self._is_filled(batch, passed_s, missing, time_s):
+                return False
+        return True
 
-def _generation_keeps_pace(workload: Workload, links: Links, slots: int, tries: Tries, time_s: float, reserve: float) -> bool:
-    """Whether the pool completes B groups in `time_s`, without those that will be too old."""
-    work_s = workload.groups_per_batch * tries.mean_s / slots
-    life_s = (workload.staleness_bound + 1) * time_s - links.latency_s
-    lease_span_s = workload.publish_interval * work_s
-    ages_s = [(point + 0.5) / LEASE_POINTS * lease_span_s for point in range(LEASE_POINTS)]
-    expiring = sum(1 - tries.latency.share_within(life_s - age_s) for age_s in ages_s) / LEASE_POINTS
-    spread = tries.cv / math.sqrt(workload.groups_per_batch * (workload.staleness_bound + 1))
-    return time_s * (1 - expiring) >= work_s * (1 + reserve * spread) * (1 - 1e-9)
+    def freshness_needs_s(self) -> float:
+        """What (S + 1 − κ)·T must exceed for a learner that never waits: D and the wait for the slowest batch."""
+        T, missing = self.workload.learner_step_s, self._missing(self.workload.learner_step_s)
+        waits_s = []
+        for batch in range(1, self.workload.publish_interval + 1):
+            filled = partial(self._is_filled, batch, missing=missing, time_s=T)
+            waits_s.append(_least_from(filled, 0.0, first_s=self.tries.mean_s) - (batch - 1) * T)
+        return self.links.latency_s + max(waits_s)
+
+    def _missing(self, time_s: float) -> Callable[[float], float]:
+        """out(x) of a release that finds slots held by older ones, of which one came every κ steps of `time_s`."""
+        interval_s = self.workload.publish_interval * time_s
+        held, age_s = 0.0, interval_s
+        while held < self.slots and (still := self.undisturbed(age_s)) > NEGLIGIBLE_GROUPS:
+            held, age_s = held + still, age_s + interval_s
+        return _release(self.tries, self.released, self.slots, min(self.slots, held))
+
+    def _is_filled(self, batch: int, passed_s: float, missing: Callable[[float], float], time_s: float) -> bool:
+        """Whether batch i of an interval has no empty place `passed_s` after the snapshot's arrival."""
+        interval_s, deviations = self.workload.publish_interval * time_s, self.reserve * self.tries.cv
+        younger = int(passed_s / interval_s)
+        spare_batches = self.workload.publish_interval * (1 + younger) - batch
+        allowed = spare_batches * self.workload.groups_per_batch + SLOWEST * math.exp(-deviations)
+        age_s, total = passed_s - younger * interval_s, 0.0
+        while (still := missing(age_s)) > NEGLIGIBLE_GROUPS:
+            total += still
+            if total + (deviations * math.sqrt(total) if allowed >= 1 else 0.0) > allowed:
+                return False
+            age_s += interval_s
+        return True
 
 
 def _release(tries: Tries, groups: int, slots: int, held: float = 0.0) -> Callable[[float], float]:
@@ -225,30 +310,13 @@ def _release(tries: Tries, groups: int, slots: int, held: float = 0.0) -> Callab
     return lambda seconds: groups * sum(tries.tail(seconds - start_s) for start_s in starts_s) / len(starts_s)
 
 
-def _batch_is_ready(
-    batch: int, workload: Workload, links: Links, missing: Callable[[float], float], time_s: float, deviations: float
-) -> bool:
-    """Whether batch i of an interval is ready in time for steps of `time_s`, even if `deviations`·√ more groups are missing."""
-    T, κ = workload.learner_step_s, workload.publish_interval
-    w = workload.staleness_bound + 1 - κ + batch
-    P = κ * -(-w // κ)
-    passed_s = P * time_s - (P - w) * T - T - links.latency_s
-    if passed_s < 0:
-        return False
-    younger = int(passed_s / (κ * time_s))
-    allowed = max((κ * (1 + younger) - batch) * workload.groups_per_batch, SLOWEST * math.exp(-deviations))
-    age_s = passed_s - younger * κ * time_s
-    total = 0.0
-    while (still := missing(age_s)) > NEGLIGIBLE_GROUPS:
-        total += still
-        if total + (deviations * math.sqrt(total) if allowed >= 1 else 0.0) > allowed:
-            return False
-        age_s += κ * time_s
-    return True
-
-
-def _least(suffices: Callable[[float], bool], low: float, high: float) -> float:
-    """The least value that suffices, where `high` does and `low` does not or is 0."""
+def _least_from(suffices: Callable[[float], bool], low: float, first_s: float = 0.0) -> float:
+    """The least value from `low` on that suffices, seven digits of it; `first_s` is a first guess where `low` is 0."""
+    if suffices(low):
+        return low
+    high = max(1.5 * low, first_s)
+    while not suffices(high):
+        low, high = high, 1.5 * high
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         if suffices(middle):
@@ -256,3 +324,8 @@ def _least(suffices: Callable[[float], bool], low: float, high: float) -> float:
         else:
             low = middle
     return high
+
+
+def _check_slots(slots: int) -> None:
+    if not isinstance(slots, int) or slots < 1:
+        raise UserError(f"slots = {slots!r} is not a whole number from 1 up: give the groups that the pool generates at a time")

@@ -197,6 +197,11 @@ class SnapshotFollower:
     def start(self) -> None:
         self._thread.start()
 
+    @property
+    def has_arrival(self) -> bool:
+        """Whether there is a snapshot to take."""
+        return self._received is not None
+
     def take(self) -> ReceivedSnapshot | None:
         """The newest snapshot that arrived since the last call, if any. Raises RuntimeError if the thread died of a defect."""
         with self._changed:

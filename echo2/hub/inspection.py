@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from echo2.capacity.calibration import Observations, calibrate
 from echo2.errors import UserError
 from echo2.hub.database import Database
 from echo2.hub.group_book import rules_of
@@ -13,15 +16,34 @@ from echo2.hub.roster import Roster
 from echo2.hub.statistics import Statistics
 from echo2.run_directory import RunDirectory, open_run
 
+MISSED_HEARTBEATS = 3.5
+
 
 def inspect_run(path: Path) -> dict[str, Any]:
     """The status of the run in directory `path`, read from its ledger; raises UserError if there is none yet."""
     run = open_run(path)
+    with _open_ledger(run) as database:
+        return describe_run(run, database)
+
+
+def observe_run(run: RunDirectory, since_s: float = 0.0) -> Observations:
+    """What the run's ledger says about the capacity model's terms, from `since_s` on; raises UserError if there is none yet."""
+    with _open_ledger(run) as database:
+        return Statistics(database).observations(_silence_s(run), since_s)
+
+
+def _silence_s(run: RunDirectory) -> float:
+    """A worker that missed so many seconds of heartbeats is taken as gone, long before its leases are given to others."""
+    return MISSED_HEARTBEATS * run.config.worker.heartbeat_interval_s
+
+
+@contextmanager
+def _open_ledger(run: RunDirectory) -> Iterator[Database]:
     if not run.ledger.exists():
-        raise UserError(f"run {path} has no ledger yet: its hub has not started")
+        raise UserError(f"run {run.path} has no ledger yet: its hub has not started")
     database = Database(run.ledger, run.run_id)
     try:
-        return describe_run(run, database)
+        yield database
     finally:
         database.close()
 
@@ -54,7 +76,7 @@ def describe_run(run: RunDirectory, database: Database) -> dict[str, Any]:
         "workers_seen": statistics.workers_seen(),
         "versions_disseminated": statistics.versions_loaded(),
         "last_step": statistics.last_metrics(),
-        "measured_terms": statistics.measured_terms(),
+        "measured_terms": calibrate(statistics.observations(_silence_s(run))).figures(),
         "cost_usd": roster.cost_usd(),
         "events": statistics.events(),
     }

@@ -1,19 +1,25 @@
-"""What the ledger says about the run so far: counts, rates, waste, and the measured terms of the capacity model."""
+"""What the ledger says about the run so far: counts, rates, waste, and what the capacity model is calibrated with."""
 
 from __future__ import annotations
 
 import json
-import statistics
+import sqlite3
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from echo2.capacity.calibration import GroupTime, Load, Observations, StepTime
 from echo2.hub.database import Database
 from echo2.protocol import Telemetry
 
 RATE_WINDOW_S = 30.0
 STATES = ("leased", "generated", "ready", "trained", "filtered", "expired", "failed")
 WASTED = ("late", "stale")
+
+NEWEST_STEPS = 128
+NEWEST_GROUPS = 2048
+NEWEST_LOADS = 512
+"""What a calibration looks back on: four half-lives of its weights."""
 
 
 class Statistics:
@@ -77,39 +83,66 @@ class Statistics:
         """The newest events, newest first."""
         return [dict(r) for r in self._db.rows("SELECT * FROM events ORDER BY at_s DESC LIMIT ?", limit)]
 
-    def measured_terms(self) -> Mapping[str, float]:
-        """Terms of the capacity model by their config names, as far as the run has measured them.
+    def observations(self, silence_s: float, since_s: float = 0.0) -> Observations:
+        """What the newest steps, groups and snapshots say about the capacity model's terms, from `since_s` on.
 
-        T is the median step; L the median over steps of a batch's slowest group, from lease to score; α the share of groups
-        trained among those settled; μ the sum of the workers' groups per second while generating; D_tx the mean transfer and
-        D_fix the rest of the mean time from publication to load.
+        A worker that was silent for `silence_s` while others were heard does not count as there. Bounded in time and memory,
+        however long the run.
         """
-        terms: dict[str, float] = {}
-        steps = [m["learner/step_s"] for m in self.step_metrics() if "learner/step_s" in m]
-        if steps:
-            terms["learner_step_s"] = statistics.median(steps)
-        slowest = self._db.rows(
-            "SELECT MAX(scored_at_s - leased_at_s) AS s FROM groups WHERE state = 'trained' GROUP BY step ORDER BY step"
+        steps = self._newest_steps()
+        groups, accepted = self._groups_since(since_s)
+        workers = self._db.rows("SELECT worker_id, state, last_seen_at_s, telemetry FROM workers")
+        return Observations(
+            steps=[step for step in steps if step.finished_at_s > since_s],
+            groups=groups,
+            accepted=accepted,
+            loads=self._loads_since(since_s, {step.step: step for step in steps}),
+            workers=_present(workers, silence_s, steps[-1].finished_at_s if steps else 0.0),
         )
-        if slowest:
-            terms["group_latency_s"] = statistics.median(r["s"] for r in slowest)
-        counts = self.groups_by_state()
-        settled = sum(counts[s] for s in ("trained", "filtered", "expired", "failed"))
-        if counts["trained"]:
-            terms["accepted_share"] = counts["trained"] / settled
-        return terms | self._pool_terms() | self._dissemination_terms()
 
-    def _pool_terms(self) -> dict[str, float]:
-        speeds = []
-        for row in self._db.rows("SELECT telemetry FROM workers WHERE state IN ('live', 'left')"):
-            speeds.append(Telemetry.model_validate_json(row["telemetry"]).groups_per_s)
-        return {"groups_per_s": sum(speeds)} if any(speeds) else {}
+    def _newest_steps(self) -> list[StepTime]:
+        rows = self._db.rows(
+            "SELECT step, finished_at_s, json_extract(metrics, '$.\"learner/step_s\"') AS work_s,"
+            " json_extract(metrics, '$.\"learner/wait_s\"') AS wait_s FROM steps ORDER BY step DESC LIMIT ?",
+            NEWEST_STEPS,
+        )
+        timed = [r for r in reversed(rows) if r["work_s"] is not None and r["wait_s"] is not None]
+        return [StepTime(r["step"], r["finished_at_s"], r["work_s"], r["wait_s"]) for r in timed]
 
-    def _dissemination_terms(self) -> dict[str, float]:
-        exports = [m["dissemination/export_s"] for m in self.step_metrics() if "dissemination/export_s" in m]
-        loads = self._db.rows("SELECT loaded_at_s - announced_at_s AS latency_s, fetch_s FROM disseminations WHERE version > 0")
-        if not loads:
-            return {}
-        transfer_s = statistics.mean(r["fetch_s"] for r in loads)
-        latency_s = statistics.mean(max(0.0, r["latency_s"]) for r in loads) + (statistics.mean(exports) if exports else 0.0)
-        return {"transfer_s": transfer_s, "dissemination_fixed_s": max(0.0, latency_s - transfer_s)}
+    def _groups_since(self, since_s: float) -> tuple[list[GroupTime], list[bool]]:
+        """Times of the groups that were scored, and whether each settled one was accepted, both by time."""
+        newest = self._db.value("SELECT MAX(group_id) FROM groups")
+        rows = self._db.rows(
+            "SELECT state, scored_at_s, attempts.worker_id AS worker_id, attempts.leased_at_s AS leased_at_s, ended_at_s,"
+            " outcome FROM groups LEFT JOIN attempts USING (group_id, attempt) WHERE group_id > ?"
+            " AND state IN ('ready', 'trained', 'filtered', 'expired', 'failed')"
+            " AND COALESCE(scored_at_s, groups.leased_at_s) > ? ORDER BY COALESCE(scored_at_s, groups.leased_at_s)",
+            newest - NEWEST_GROUPS,
+            since_s,
+        )
+        times = [
+            GroupTime(r["worker_id"], r["leased_at_s"], r["ended_at_s"], r["scored_at_s"])
+            for r in rows
+            if r["outcome"] == "posted" and r["scored_at_s"] is not None
+        ]
+        return times, [r["state"] in ("ready", "trained") for r in rows]
+
+    def _loads_since(self, since_s: float, steps: Mapping[int, StepTime]) -> list[Load]:
+        """Loads of versions that these steps made, without those from before a resume."""
+        rows = self._db.rows(
+            "SELECT version, fetch_s, loaded_at_s FROM disseminations ORDER BY rowid DESC LIMIT ?", NEWEST_LOADS
+        )
+        loads = []
+        for row in reversed(rows):
+            made = steps.get(row["version"] - 1)
+            if made and row["loaded_at_s"] > max(since_s, made.finished_at_s - made.work_s):
+                loads.append(Load(row["version"], row["fetch_s"], max(0.0, row["loaded_at_s"] - made.finished_at_s)))
+        return loads
+
+
+def _present(workers: Sequence[sqlite3.Row], silence_s: float, last_step_at_s: float) -> list[str]:
+    """Ids of the workers that generate: the live ones that are not silent, or at the end of a run those that were there."""
+    newest_s = max((worker["last_seen_at_s"] for worker in workers), default=0.0)
+    loaded = [w for w in workers if Telemetry.model_validate_json(w["telemetry"]).version is not None]
+    live = [w["worker_id"] for w in loaded if w["state"] == "live" and w["last_seen_at_s"] > newest_s - silence_s]
+    return live or [w["worker_id"] for w in loaded if w["state"] == "left" and w["last_seen_at_s"] >= last_step_at_s]

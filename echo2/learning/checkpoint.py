@@ -2,9 +2,9 @@
 
     checkpoints/version-00000010/{model.safetensors, optimizer.pt, state.json, config.json, tokenizer.json, …}
 
-Invariants: a checkpoint is whole or absent; its weights are finite; the folder is also an ordinary Hugging Face model folder,
-whose weights are the learner's in float32; what an interrupted save left behind is never read, and swept by the next save.
-One process saves at a time.
+Invariants: a checkpoint is whole or absent; its weights are finite; where they are trained, the folder is also an ordinary
+Hugging Face model folder; what an interrupted save left behind is never read, and swept by the next save. One process saves at
+a time.
 """
 
 from __future__ import annotations
@@ -15,15 +15,11 @@ import re
 import shutil
 from pathlib import Path
 
-import torch
-
 from echo2.durability import sync
 from echo2.errors import SnapshotError, UserError
 from echo2.learning.learner import Learner
-from echo2.models.loading import export_weights, load_weights
 
-WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.pt", "state.json"
-MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+STATE = "state.json"
 NAME = re.compile(r"version-(\d{8,})")
 UNFINISHED = "unfinished-"
 
@@ -44,7 +40,9 @@ def save_checkpoint(learner: Learner, folder: Path, run_id: str, keep: int) -> P
     if not checkpoint.exists():
         unfinished = folder / f"{UNFINISHED}{learner.version:08d}"
         unfinished.mkdir()
-        _write_state(learner, unfinished, run_id)
+        learner.write_state(unfinished)
+        state = {"run_id": run_id, "version": learner.version}
+        (unfinished / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
         for file in unfinished.iterdir():
             sync(file)
         sync(unfinished)
@@ -69,10 +67,9 @@ def restore(learner: Learner, checkpoint: Path) -> None:
     """Put the state in `checkpoint` into `learner`. Raises CheckpointError if it is damaged or of another model."""
     try:
         state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-        optimizer = torch.load(checkpoint / OPTIMIZER, map_location=learner.model.device, weights_only=True)
-        load_weights(learner.model, (checkpoint / WEIGHTS).read_bytes())
-        learner.optimizer.load_state_dict(optimizer)
-        learner.version = int(state["version"])
+        version = int(state["version"])
+        learner.read_state(checkpoint)
+        learner.version = version
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, ValueError, KeyError, SnapshotError) as error:
         raise CheckpointError(
             f"checkpoint {checkpoint} cannot be restored ({error}): delete it to go on from the one before"
@@ -93,13 +90,3 @@ def _checkpoints(folder: Path) -> dict[int, Path]:
         return {}
     matches = ((NAME.fullmatch(path.name), path) for path in folder.iterdir())
     return {int(match[1]): path for match, path in matches if match}
-
-
-def _write_state(learner: Learner, folder: Path, run_id: str) -> None:
-    (folder / WEIGHTS).write_bytes(export_weights(learner.model, "float32"))
-    torch.save(learner.optimizer.state_dict(), folder / OPTIMIZER)
-    state = {"run_id": run_id, "version": learner.version}
-    (folder / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
-    for name in MODEL_FILES:
-        if (learner.model_folder / name).is_file():
-            shutil.copyfile(learner.model_folder / name, folder / name)

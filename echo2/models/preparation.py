@@ -6,6 +6,7 @@ else makes the same one at the same time. torch is imported only when a model ha
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from echo2.errors import ConfigError
 from echo2.models.recipe import TinyRecipe
 from echo2.tasks.base import Task
 from echo2.tasks.catalog import make_task
-from echo2.tasks.tokenizer import check_agreement, load_tokenizer
+from echo2.tasks.tokenizer import character_tokenizer, check_agreement, load_tokenizer
 
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 
@@ -32,6 +33,18 @@ def prepare_model(config: Config, progress: Callable[[str], None]) -> Path:
     check_model_folder(folder)
     check_agreement(task, load_tokenizer(folder))
     return folder
+
+
+def write_stand_in(config: Config, folder: Path) -> None:
+    """Write into `folder` how the tiny model makes tokens of text: all that a rehearsal needs of a model.
+
+    Raises ConfigError if that tokenizer cannot encode what the task writes.
+    """
+    tokenizer = character_tokenizer()
+    check_agreement(make_task(config.task, config.run.seed), tokenizer)
+    tokenizer.save(folder / "tokenizer.json")
+    ends = {"eos_token_id": list(tokenizer.eos_token_ids), "pad_token_id": tokenizer.pad_token_id}
+    (folder / "config.json").write_text(json.dumps(ends, indent=2) + "\n", encoding="utf-8")
 
 
 def check_model_and_task(config: Config) -> None:

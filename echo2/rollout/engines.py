@@ -18,7 +18,7 @@ def make_engine(config: Config, model_folder: Path | None) -> Engine:
     if worker.engine == "simulated":
         from echo2.rollout.simulated_engine import SimulatedEngine
 
-        return SimulatedEngine(worker.simulated_group_latency_s)
+        return SimulatedEngine(worker.simulated_group_latency_s, worker.simulated_latency_cv)
     if model_folder is None:
         raise ConfigError(f"worker.engine = {worker.engine!r} needs a model folder: name one, or set worker.engine=simulated")
     from echo2.rollout.transformers_engine import TransformersEngine

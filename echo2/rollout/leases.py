@@ -29,6 +29,11 @@ class LeaseTaker(Background):
         self._wanted = threading.Event()
         self.run_ended = threading.Event()
 
+    @property
+    def has_news(self) -> bool:
+        """Whether there are leases to take, or the run has ended."""
+        return self._held is not None or self.run_ended.is_set()
+
     def take(self) -> tuple[str, list[Lease]] | None:
         """The worker id that the leases were given to, and the leases; None while there are none. Asks for more if so."""
         with self._news:

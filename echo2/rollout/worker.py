@@ -117,7 +117,7 @@ class Worker:
                 self._generate(engine, *leased)
             elif snapshot is None:
                 with self._news:
-                    self._news.wait(0.5)
+                    self._news.wait_for(lambda: self._leases.has_news or self._follower.has_arrival, 0.5)
 
     def _generate(self, engine: Engine, worker_id: str, leases: list[Lease]) -> None:
         began = time.monotonic()

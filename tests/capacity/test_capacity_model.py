@@ -10,13 +10,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from echo2.capacity import admission, dials, model
+from echo2.capacity import admission, dials, model, provisioning
 from echo2.capacity.model import (
     Links,
     Workload,
-    best_publish_interval,
     binding_term,
-    needed_groups_per_s,
     predict,
     required_throughput,
     serial_rule,
@@ -71,7 +69,7 @@ def recurrence_ends_s(workload: Workload, links: Links, groups_per_s: float, ste
     return ends
 
 
-@pytest.mark.parametrize("module", [admission, model, dials])
+@pytest.mark.parametrize("module", [admission, model, dials, provisioning])
 def test_numbers_worked_by_hand_in_the_docstrings_hold(module: object) -> None:
     outcome = doctest.testmod(module)  # type: ignore[arg-type]
     assert outcome.attempted > 0
@@ -191,7 +189,6 @@ def test_serial_rule_asks_for_three_times_the_pool_and_still_stalls() -> None:
     serial = predict(replace(EXAMPLE, publish_interval=rule.publish_interval), EXAMPLE_LINKS, rule.groups_per_s)
     assert serial.binding.name == "freshness"
     assert serial.utilisation == pytest.approx(3 / 3.8)
-    assert best_publish_interval(EXAMPLE, EXAMPLE_LINKS, 26 / 0.8).steps == 2
     assert math.ceil(required_throughput(EXAMPLE) * EXAMPLE.group_latency_s) == 26
     assert utilisation(EXAMPLE, EXAMPLE_LINKS, 26 / 0.8) == 1
 
@@ -204,35 +201,6 @@ def test_serial_rule_says_why_no_pool_satisfies_it(bound: int, links: Links, obs
     rule = serial_rule(replace(EXAMPLE, staleness_bound=bound, publish_interval=1), links)
     assert rule.groups_per_s is None
     assert rule.obstacle == obstacle
-
-
-@seeded
-@given(workload=workloads(), links=links_of_any_speed, groups_per_s=throughputs)
-def test_no_interval_beats_the_best_and_it_is_what_the_links_need_where_the_learner_can_be_busy(
-    workload: Workload, links: Links, groups_per_s: float
-) -> None:
-    best = best_publish_interval(workload, links, groups_per_s)
-    allowed = range(1, workload.staleness_bound + 2)
-    times_s = {k: step_time_s(replace(workload, publish_interval=k), links, groups_per_s) for k in allowed}
-    assert times_s[best.steps] <= min(times_s.values()) * (1 + 1e-8)
-    assert best.feasible == (best.links_need_steps <= workload.staleness_bound + 1)
-    if times_s[best.steps] == workload.learner_step_s:
-        assert best.steps == best.links_need_steps
-
-
-@seeded
-@given(workload=workloads(), links=links_of_any_speed, target=st.floats(0.05, 1.0))
-def test_needed_throughput_reaches_its_utilisation_and_less_does_not(workload: Workload, links: Links, target: float) -> None:
-    needed = needed_groups_per_s(workload, links, target)
-    reached = utilisation(workload, links, needed.groups_per_s)
-    assert reached == pytest.approx(needed.utilisation, rel=1e-6)
-    assert needed.utilisation <= target * (1 + 1e-6)
-    assert needed.reachable == (utilisation(workload, links, 1e9) >= target * (1 - 1e-8))
-    if needed.reachable:
-        assert needed.utilisation == pytest.approx(target, rel=1e-6)
-    else:
-        assert utilisation(workload, links, 1e9) == pytest.approx(needed.utilisation, rel=1e-6)
-    assert utilisation(workload, links, needed.groups_per_s * 0.99) < reached
 
 
 @pytest.mark.parametrize(
@@ -280,9 +248,3 @@ def test_impossible_links_are_refused_by_name_and_value(field: str, value: float
 def test_an_impossible_throughput_is_refused_by_name_and_value(groups_per_s: float) -> None:
     with pytest.raises(UserError, match=rf"groups_per_s \(μ\) = {groups_per_s!r} is not a finite number above 0"):
         predict(EXAMPLE, EXAMPLE_LINKS, groups_per_s)
-
-
-@pytest.mark.parametrize("target", [0.0, 1.01, math.nan])
-def test_an_impossible_target_is_refused_by_name_and_value(target: float) -> None:
-    with pytest.raises(UserError, match=rf"target_utilisation = {target!r} is not above 0 and at most 1"):
-        needed_groups_per_s(EXAMPLE, EXAMPLE_LINKS, target)

@@ -13,7 +13,8 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from echo2.capacity.model import Links, utilisation
+from echo2.capacity.dials import Situation
+from echo2.capacity.model import Links
 from echo2.capacity.plan import Plan, make_plan
 from echo2.capacity.plots import MOST_STALENESS_BOUNDS, Panel, panels, plot_plan
 from echo2.config import load_config
@@ -27,6 +28,7 @@ EXAMPLE = (
     "fleet.workers=26",
     "capacity.learner_step_s=1.0",
     "capacity.group_latency_s=0.8",
+    "capacity.group_latency_cv=0.0",
     "capacity.worker_groups_per_s=1.25",
     "capacity.accepted_share=1.0",
     "capacity.transfer_s=2.0",
@@ -78,7 +80,7 @@ def test_every_panel_passes_through_the_plan_and_the_best_interval_is_never_wors
     for panel in panels(plan):
         configured, best, _ = at(panel, panel.now)
         assert configured == pytest.approx(plan.prediction.utilisation)
-        assert best == pytest.approx(plan.at_best_interval.utilisation)
+        assert best >= configured
         assert panel.values == tuple(sorted(set(panel.values)))
         for one, of_best, of_serial in zip(panel.configured, panel.best, panel.serial, strict=True):
             assert all(math.isnan(share) or 0 < share <= of_best * (1 + 1e-8) for share in (one, of_serial))
@@ -88,11 +90,12 @@ def test_each_panel_changes_one_number_only() -> None:
     plan = plan_with("capacity.transfer_s=0.5", "capacity.dissemination_fixed_s=1.5")
     by_pool, by_staleness, by_latency = panels(plan)
     least = by_pool.values[0]
-    assert by_pool.configured[0] == utilisation(plan.workload, plan.links, least) < 0.1
-    assert at(by_staleness, 6)[0] == utilisation(replace(plan.workload, staleness_bound=6), plan.links, 32.5)
+    now = Situation(plan.workload, plan.links, plan.terms.slots, plan.terms.latency)
+    assert by_pool.configured[0] == replace(now, slots=round(least * 0.8)).utilisation < 0.1
+    assert at(by_staleness, 6)[0] == replace(now, workload=replace(plan.workload, staleness_bound=6)).utilisation
     longest_s = by_latency.values[-1]
     links = Links(longest_s / 4, longest_s * 3 / 4)
-    assert by_latency.configured[-1] == pytest.approx(utilisation(plan.workload, links, 32.5))
+    assert by_latency.configured[-1] == pytest.approx(replace(now, links=links).utilisation)
 
 
 def test_the_serial_rules_interval_stalls_where_the_best_one_does_not() -> None:
@@ -122,7 +125,7 @@ def test_the_pool_axis_holds_the_serial_rules_pool_unless_it_would_dwarf_the_pla
     by_pool, *_ = panels(plan_with())
     assert 96 < by_pool.values[-1] < 110
     dwarfed, *_ = panels(plan_with("capacity.dissemination_fixed_s=0.99"))
-    assert dwarfed.values[-1] < 50
+    assert dwarfed.values[-1] < 60
 
 
 def test_the_picture_has_three_panels_with_units_rules_and_the_plan() -> None:
@@ -146,7 +149,7 @@ def test_the_picture_has_three_panels_with_units_rules_and_the_plan() -> None:
         assert part in words
     assert len(figure.axes) == 3
     points = [line.get_xydata().tolist() for axis in figure.axes for line in axis.lines if line.get_label() == "this plan"]
-    share = pytest.approx(100 * 3 / 3.8)
+    share = pytest.approx(100 * 3 / 4.6)
     assert points == [[[32.5, share]], [[4, share]], [[2, share]]]
     targets = [line for axis in figure.axes for line in axis.lines if line.get_label() == "target 97 %"]
     assert [list(line.get_ydata()) for line in targets] == [[97, 97]] * 3
@@ -156,7 +159,7 @@ def test_rules_have_different_colours_and_what_cannot_be_met_is_said() -> None:
     figure = drawn(plan_with("staleness.bound=0", "staleness.publish_interval=1"))
     assert len({to_hex(line.get_color()) for line in figure.axes[0].lines}) == 5
     assert "no pool meets the serial rule" in words_of(figure)
-    assert "97 % needs" in words_of(drawn(plan_with("staleness.publish_interval=2")))
+    assert "100 % needs 40 groups/s" in words_of(drawn(plan_with("staleness.publish_interval=2")))
 
 
 def echo2_plan(*arguments: str | Path, code: str = "") -> subprocess.CompletedProcess[str]:

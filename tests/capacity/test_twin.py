@@ -24,6 +24,11 @@ def plenty(slots: int = 64) -> Pool:
     return Pool((WorkerKind(slots),))
 
 
+def hectic() -> Pool:
+    """Workers that are gone before they have finished anything."""
+    return Pool((WorkerKind(2, preemptions_per_hour=1e9),))
+
+
 @st.composite
 def workloads(draw: st.DrawFn, least_bound: int = 0, accepted: st.SearchStrategy[float] | None = None) -> Workload:
     bound = draw(st.integers(least_bound, 6))
@@ -48,6 +53,7 @@ def pools(draw: st.DrawFn) -> Pool:
         start_up_s=st.sampled_from([0.0, 2.0]),
         preemptions_per_hour=st.sampled_from([0.0, 200.0]),
         down_s=st.just(3.0),
+        detection_s=st.sampled_from([0.0, 1.5, 60.0]),
         price_usd_per_hour=st.just(1.0),
     )
     return Pool(tuple(draw(st.lists(kind, min_size=1, max_size=3))))
@@ -83,6 +89,24 @@ def test_links_that_carry_every_snapshot_in_turn_set_the_pace() -> None:
     newest = simulate(workload, Links(2.0, 0.0), plenty(), steps=100, seed=0, carry="newest")
     assert in_turn.step_time_s == pytest.approx(2.0)
     assert newest.step_time_s == pytest.approx(1.0), "every second snapshot is fresh enough when S = 8"
+
+
+def test_distant_workers_get_each_snapshot_later() -> None:
+    workload = Workload(1.0, 32, 0, 1, 0.8, 1.0)
+    distant = WorkerKind(64, added_fixed_s=1.5)
+    alone = simulate(workload, LINKS, Pool((distant,)), steps=20, seed=0)
+    assert alone.step_times_s[1:] == pytest.approx([1.0 + 2.5 + 1.5 + 0.8] * 19)
+    # 16 near slots take half of the batch at once and the rest after 0.8 s, before the distant ones hold the version.
+    among_near = simulate(workload, LINKS, Pool((WorkerKind(16), distant)), steps=20, seed=0)
+    assert among_near.step_times_s[1:] == pytest.approx([1.0 + 2.5 + 2 * 0.8] * 19)
+
+
+def test_staleness_is_told_share_by_share() -> None:
+    # A version that arrives at the end of step v − 1 makes what is admitted then: the κ batches up to step v + S.
+    every = simulate(Workload(1.0, 8, 3, 1, 0.5, 1.0), Links(0.0, 0.0), plenty(), steps=40, seed=0)
+    second = simulate(Workload(1.0, 8, 3, 2, 0.5, 1.0), Links(0.0, 0.0), plenty(), steps=40, seed=0)
+    assert every.staleness_shares == (0.0, 0.0, 0.0, 1.0)
+    assert second.staleness_shares == (0.0, 0.0, 0.5, 0.5)
 
 
 def test_a_worker_that_is_twice_as_fast_counts_twice() -> None:
@@ -131,6 +155,9 @@ def test_counts_add_up_and_nothing_stale_is_trained(workload, links, pool, cv, s
     assert result.trained == 30 * workload.groups_per_batch
     assert result.open >= 0
     assert 0 <= result.staleness_mean <= result.staleness_max <= workload.staleness_bound
+    assert len(result.staleness_shares) == workload.staleness_bound + 1
+    assert sum(result.staleness_shares) == pytest.approx(1.0)
+    assert sum(s * share for s, share in enumerate(result.staleness_shares)) == pytest.approx(result.staleness_mean)
     assert min(result.step_times_s) >= workload.learner_step_s * (1 - 1e-9)
     assert 0 < result.utilisation <= 1 + 1e-9
 
@@ -171,6 +198,41 @@ def test_the_same_seed_gives_the_same_result_and_another_seed_another() -> None:
     assert run(3) != run(4)
 
 
+def twin_that_loses_its_first_worker(workload: Workload, kind: WorkerKind) -> Twin:
+    """Links that take no time; the worker is gone half a second after the start."""
+    constant = Constant(workload.group_latency_s), Constant(workload.learner_step_s)
+    twin = Twin(workload, Links(0.0, 0.0), Pool((kind,)), *constant, "every", seed=0)
+    twin._at(0.5, lambda: twin._preempt(0))
+    return twin
+
+
+@pytest.mark.parametrize(
+    ("kind", "reopened_s"),
+    [
+        (WorkerKind(2, down_s=900.0), 0.5),
+        (WorkerKind(2, down_s=900.0, detection_s=3.0), 3.5),
+        (WorkerKind(2, down_s=1.5, detection_s=60.0), 2.0),
+    ],
+    ids=["at once", "after its silence", "when its successor comes"],
+)
+def test_a_lost_lease_is_generated_again_once_it_is_open(kind: WorkerKind, reopened_s: float) -> None:
+    # Two workers, two groups of 1 s to a batch: the second worker is free at 1 s and takes the lost group when it may.
+    twin = twin_that_loses_its_first_worker(Workload(1.0, 2, 0, 1, 1.0, 1.0), kind)
+    twin.run(1, ENDLESS)
+    assert twin.step_ends_s == pytest.approx([max(1.0, reopened_s) + 1.0 + 1.0])
+    assert (twin.lost, twin.leased) == (1, 2)
+
+
+def test_a_lost_lease_that_nobody_noticed_takes_up_room_until_it_is_too_old() -> None:
+    # S = 1, B = 1: the lost group bars the lease for step 2 until step 1 ends and drops it; then 1 s each for L and T.
+    twin = twin_that_loses_its_first_worker(Workload(1.0, 1, 1, 1, 1.0, 1.0), WorkerKind(2, down_s=900.0, detection_s=100.0))
+    twin.run(3, ENDLESS)
+    assert twin.step_ends_s == pytest.approx([2.0, 4.0, 6.0])
+    assert (twin.lost, twin.expired) == (1, 1)
+    twin.run(120, ENDLESS)
+    assert twin.unassigned == 0, "what has expired is not given again when the loss is noticed"
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_preemptions_only_slow_the_run_and_cost_attempts(seed: int) -> None:
     def run(preemptions_per_hour: float) -> SimulationResult:
@@ -190,7 +252,12 @@ def test_preemptions_only_slow_the_run_and_cost_attempts(seed: int) -> None:
         (lambda: WorkerKind(0), "count = 0"),
         (lambda: WorkerKind(1, slots=0), "slots = 0"),
         (lambda: WorkerKind(1, speed=0.0), "speed = 0.0"),
+        (lambda: WorkerKind(True), "count = True"),
+        (lambda: WorkerKind(1.5), "count = 1.5"),
+        (lambda: WorkerKind(1, speed=float("nan")), "speed = nan"),
+        (lambda: WorkerKind(1, added_fixed_s=-1.0), "added_fixed_s = -1.0"),
         (lambda: WorkerKind(1, down_s=float("nan")), "down_s = nan"),
+        (lambda: WorkerKind(1, detection_s=-3.0), "detection_s = -3.0"),
         (lambda: Pool(()), "without workers"),
         (lambda: Constant(-1.0), "-1.0"),
         (lambda: Lognormal(1.0, float("inf")), "cv = inf"),
@@ -198,6 +265,12 @@ def test_preemptions_only_slow_the_run_and_cost_attempts(seed: int) -> None:
         (lambda: Empirical(()), "no samples"),
         (lambda: simulate(Workload(1.0, 1, 0, 1, 1.0, 1.0), LINKS, plenty(), steps=1, seed=0), "steps = 1"),
         (lambda: simulate(Workload(1.0, 1, 0, 1, 1.0, 1.0), LINKS, plenty(), 9, 0, total_steps=8), "steps = 9"),
+        (lambda: simulate(Workload(1.0, 1, 0, 1, 1.0, 1.0), LINKS, plenty(), float("nan"), 0), "steps = nan"),
+        (lambda: simulate(Workload(1.0, 1, 0, 1, 1.0, 1.0), LINKS, hectic(), 9, 0), "step 0 .* lower preemptions_per_hour"),
+        (lambda: simulate(Workload(1.0, 1, 0, 1, 1.0, 1.0), LINKS, plenty(), -5, 0), "steps = -5"),
+        (lambda: simulate(Workload(1.0, 1, 0, 1, 1.0, 1.0), LINKS, plenty(), 9, 0, total_steps=0), "total_steps = 0"),
+        (lambda: simulate(Workload(1.0, 1, 0, 1, 1.0, 1.0), LINKS, plenty(), 9, 0, learner_step=Constant(0.0)), "takes 0 s"),
+        (lambda: simulate(Workload(1.0, 1, 0, 1, 1.0, 1.0), LINKS, plenty(), 9, 0, carry="all"), "carry = 'all'"),
     ],
 )
 def test_impossible_numbers_are_named(make, message: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import doctest
 import heapq
 import random
-from dataclasses import replace
 from statistics import fmean, median
 
 import pytest
@@ -15,7 +14,7 @@ from echo2.capacity.latencies import Constant, Empirical, Latency, Lognormal
 from echo2.capacity.model import Links, Workload, step_time_s
 from echo2.capacity.pool import Pool, WorkerKind
 from echo2.capacity.simulation import simulate
-from echo2.capacity.slow_end import loaded_step_time_s, needed_slots, recommended_pool, slow_end_latency_s
+from echo2.capacity.slow_end import loaded_step_time_s, needed_slots, predict_pool, reaches, slow_end_latency_s
 from echo2.errors import UserError
 
 
@@ -92,23 +91,48 @@ def test_random_latencies_agree_with_the_twin() -> None:
     for seed in range(60):
         workload, links, latency = random_workload(draw)
         slots = max(1, round(draw.uniform(0.5, 3.0) * workload.groups_per_batch * latency.mean_s / workload.accepted_share))
-        observed_s = simulate(workload, links, Pool((WorkerKind(1, slots=slots),)), 200, seed, latency=latency).step_time_s
+        observed_s = simulate(
+            workload, links, Pool((WorkerKind(1, slots=slots),)), 200, seed, latency=latency, carry="newest"
+        ).step_time_s
         errors.append(abs(loaded_step_time_s(workload, links, slots, latency) / observed_s - 1))
     assert median(errors) < 0.02
     assert sorted(errors)[56] < 0.10
 
 
-def test_recommended_pools_reach_the_target_in_the_twin() -> None:
-    draw, reached = random.Random(5), []
-    for seed in range(40):
+def test_the_terms_of_a_prediction_make_its_step_time_and_a_negative_slack_is_a_wait() -> None:
+    draw = random.Random(11)
+    for _ in range(40):
         workload, links, latency = random_workload(draw)
-        found = recommended_pool(workload, links, latency, target_utilisation=0.97, most=5000)
-        if found is not None:
-            own = replace(workload, publish_interval=found.publish_interval)
-            result = simulate(own, links, Pool((WorkerKind(1, slots=found.slots),)), 200, seed, latency=latency)
-            reached.append(result.utilisation >= 0.95)
-    assert len(reached) >= 15
-    assert fmean(reached) >= 0.95
+        prediction = predict_pool(workload, links, draw.randint(1, 300), latency)
+        slowest_s = max(term.step_time_s for term in prediction.conditions)
+        assert prediction.step_time_s == slowest_s
+        assert prediction.utilisation == pytest.approx(workload.learner_step_s / slowest_s)
+        for term in prediction.conditions[1:]:
+            assert (term.slack < -1e-6) == (term.step_time_s > workload.learner_step_s * (1 + 1e-6)), term
+        assert (prediction.binding.name == "learner") == (slowest_s == workload.learner_step_s)
+
+
+def test_what_is_predicted_term_by_term_is_what_is_predicted_at_once() -> None:
+    draw = random.Random(12)
+    for _ in range(40):
+        workload, links, latency = random_workload(draw)
+        slots = draw.randint(1, 300)
+        at_once_s = loaded_step_time_s(workload, links, slots, latency)
+        prediction = predict_pool(workload, links, slots, latency)
+        assert prediction.step_time_s == pytest.approx(at_once_s, rel=1e-5)
+        assert reaches(workload, links, slots, latency, prediction.utilisation * (1 - 1e-5))
+        assert prediction.utilisation > 1 - 1e-5 or not reaches(workload, links, slots, latency, prediction.utilisation * 1.001)
+
+
+@pytest.mark.parametrize(("interval", "transfer_s"), [(1, 2.0), (1, 2.7), (1, 3.8), (2, 3.5), (2, 5.8)])
+def test_slow_links_carry_the_newest_snapshot_and_the_interval_acts_as_a_multiple_of_itself(interval, transfer_s) -> None:
+    workload, links, pool = Workload(1.0, 16, 8, interval, 1.0, 1.0), Links(transfer_s, 0.2), Pool((WorkerKind(1, slots=40),))
+    prediction = predict_pool(workload, links, 40, Constant(1.0))
+    assert prediction.carried_interval % interval == 0 and prediction.carried_interval > interval
+    carried = simulate(workload, links, pool, 400, 0, carry="newest")
+    assert prediction.step_time_s == pytest.approx(carried.step_time_s, rel=0.05)
+    in_turn = simulate(workload, links, pool, 400, 0, carry="every")
+    assert in_turn.step_time_s == pytest.approx(transfer_s / interval, rel=0.01)
 
 
 def test_more_slots_never_slow_the_run_and_needed_slots_are_the_fewest() -> None:
@@ -126,7 +150,6 @@ def test_more_slots_never_slow_the_run_and_needed_slots_are_the_fewest() -> None
 def test_no_pool_is_recommended_where_none_can_reach_the_target() -> None:
     synchronous = Workload(1.0, 8, 0, 1, 1.0, 1.0)
     assert needed_slots(synchronous, Links(1.0, 0.0), Constant(1.0), 0.9, most=10_000) is None
-    assert recommended_pool(synchronous, Links(1.0, 0.0), Constant(1.0), 0.9, most=10_000) is None
 
 
 def test_impossible_numbers_are_named() -> None:

@@ -1,7 +1,7 @@
 import pytest
 
 from echo2.config import load_config
-from echo2.learning.learner import Learner
+from echo2.learning.torch_learner import TorchLearner
 from echo2.models.preparation import prepare_model
 
 
@@ -18,6 +18,6 @@ def make_learner(random_model_folder):
     """Makes learners at version 0 of the same random model, with `section.key=value` settings."""
 
     def make(*settings):
-        return Learner.create(load_config([], ["learner.device=cpu", *settings]), random_model_folder)
+        return TorchLearner.create(load_config([], ["learner.device=cpu", *settings]), random_model_folder)
 
     return make

@@ -8,7 +8,7 @@ import torch
 from learning_batches import oracle_log_probs, random_batch
 from transformers import AutoModelForCausalLM
 
-from echo2.learning import checkpoint as checkpoint_module
+from echo2.learning import torch_learner
 from echo2.learning.checkpoint import CheckpointError, checkpoint_versions, newest_checkpoint, restore, save_checkpoint
 from echo2.learning.learner import LearnerError
 from echo2.models.loading import export_weights
@@ -80,7 +80,7 @@ def test_an_interrupted_save_is_ignored_and_swept_by_the_next(make_learner, batc
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
-        patch.setattr(checkpoint_module.torch, "save", full_disk)
+        patch.setattr(torch_learner.torch, "save", full_disk)
         save_checkpoint(learner, tmp_path, "run-1", keep=3)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("unfinished")] != []
     assert checkpoint_versions(tmp_path) == [0]

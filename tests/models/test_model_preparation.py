@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from echo2.config import load_config
 from echo2.errors import ConfigError
 from echo2.models.loading import load_model
-from echo2.models.preparation import prepare_model
+from echo2.models.preparation import prepare_model, write_stand_in
 from echo2.models.recipe import TinyRecipe
 from echo2.tasks import Score, Task
 from echo2.tasks.catalog import make_task
@@ -166,6 +166,17 @@ class Unanswered(Capitals):
 def test_a_task_that_the_tiny_model_cannot_start_on_is_refused(prepare, name, overrides, fault):
     with pytest.raises(ConfigError, match=fault):
         prepare("task.type=python", f"task.path={__name__}:{name}", *overrides)
+
+
+def test_a_stand_in_makes_the_same_tokens_as_the_tiny_model(prepare, tmp_path):
+    folder = prepare("model.warm_start_exact_match=0")
+    (tmp_path / "stand-in").mkdir()
+    write_stand_in(load_config([], []), tmp_path / "stand-in")
+    ours, theirs = load_tokenizer(tmp_path / "stand-in"), load_tokenizer(folder)
+    assert ours.encode("rev 4071=") == theirs.encode("rev 4071=")
+    assert (ours.eos_token_ids, ours.pad_token_id) == (theirs.eos_token_ids, theirs.pad_token_id)
+    with pytest.raises(ConfigError, match="cannot encode"):
+        write_stand_in(load_config([], ["task.type=python", f"task.path={__name__}:Capitals"]), tmp_path / "stand-in")
 
 
 def test_a_folder_of_the_users_own_must_be_complete(prepare, tmp_path):

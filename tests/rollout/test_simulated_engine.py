@@ -5,6 +5,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from echo2.config import Config
@@ -21,8 +22,8 @@ LEASES = [
 SAMPLING = Sampling(temperature=1.0, max_completion_tokens=8, stop_token_ids=(2,), seed=1)
 
 
-def make_simulated(group_latency_s: float) -> SimulatedEngine:
-    engine = SimulatedEngine(group_latency_s)
+def make_simulated(group_latency_s: float, latency_cv: float = 0.0) -> SimulatedEngine:
+    engine = SimulatedEngine(group_latency_s, latency_cv)
     engine.load_weights(b"anything", 3)
     return engine
 
@@ -47,6 +48,34 @@ def test_stopping_ends_the_wait_and_leaves_all_groups() -> None:
     stopped = list(make_simulated(60.0).generate(LEASES, SAMPLING, lambda: time.monotonic() - start_s > 0.1))
     assert stopped == []
     assert time.monotonic() - start_s < 1.0
+
+
+def test_each_group_is_yielded_when_its_own_latency_is_over() -> None:
+    engine = make_simulated(0.2, latency_cv=0.8)
+    start_s = time.monotonic()
+    ends_s = {group.group_id: time.monotonic() - start_s for group in engine.generate(LEASES, SAMPLING, lambda: False)}
+    latencies_s = {group_id: engine.latency_s(SAMPLING.seed, group_id) for group_id in ends_s}
+    assert list(ends_s) == sorted(latencies_s, key=latencies_s.__getitem__) != sorted(latencies_s)
+    assert all(latencies_s[group_id] <= end_s < latencies_s[group_id] + 0.2 for group_id, end_s in ends_s.items())
+
+
+def test_stopping_leaves_only_the_groups_whose_latency_is_not_over() -> None:
+    engine = make_simulated(0.2, latency_cv=0.8)
+    latencies_s = sorted(engine.latency_s(SAMPLING.seed, lease.group_id) for lease in LEASES)
+    middle_s = (latencies_s[2] + latencies_s[3]) / 2
+    start_s = time.monotonic()
+    finished = list(engine.generate(LEASES, SAMPLING, lambda: time.monotonic() - start_s > middle_s))
+    assert len(finished) == 3
+
+
+def test_latencies_are_lognormal_and_depend_on_seed_and_group_alone() -> None:
+    engine = SimulatedEngine(2.0, latency_cv=0.5)
+    draws_s = np.array([engine.latency_s(1, group_id) for group_id in range(20_000)])
+    assert draws_s.mean() == pytest.approx(2.0, rel=0.02)
+    assert draws_s.std() / draws_s.mean() == pytest.approx(0.5, rel=0.03)
+    assert np.median(draws_s) == pytest.approx(2.0 / 1.25**0.5, rel=0.02)
+    assert SimulatedEngine(2.0, latency_cv=0.5).latency_s(1, 7) == draws_s[7] != engine.latency_s(2, 7)
+    assert {SimulatedEngine(2.0).latency_s(1, group_id) for group_id in range(5)} == {2.0}
 
 
 def test_completions_are_plausible_and_cross_the_wire() -> None:
@@ -78,8 +107,9 @@ def test_generating_before_the_first_load_is_refused() -> None:
 
 
 def test_the_configured_engine_is_made() -> None:
-    config = Config(worker=WorkerSection(engine="simulated", simulated_group_latency_s=0.01))
+    config = Config(worker=WorkerSection(engine="simulated", simulated_group_latency_s=0.01, simulated_latency_cv=0.3))
     engine = make_engine(config, None)
+    assert engine.latency_s(0, 1) != engine.latency_s(0, 2)
     engine.load_weights(b"anything", 0)
     assert len(list(engine.generate(LEASES, SAMPLING, lambda: False))) == 6
 

@@ -13,7 +13,7 @@ import pytest
 from train_command import REPOSITORY, SMALL, PrefectServer, TrainCommand
 
 from echo2.config import load_config
-from echo2.learning.learner import Learner
+from echo2.learning.torch_learner import TorchLearner
 from echo2.models.preparation import prepare_model
 from echo2.protocol import Batch, Lease, Sampling, ScoredRollout, TrainingGroup
 from echo2.rollout.transformers_engine import TransformersEngine
@@ -54,7 +54,7 @@ def plain_synchronous_losses(config, steps):
     """The same algorithm without hub, worker or Prefect: generate, score, drop, train."""
     folder = prepare_model(config, print)
     task, tokenizer = make_task(config.task, config.run.seed), load_tokenizer(folder)
-    learner = Learner.create(config, folder)
+    learner = TorchLearner.create(config, folder)
     engine = TransformersEngine(folder, "float32", "cpu", threads=1)
     sampling = Sampling(
         temperature=config.sampling.temperature,
