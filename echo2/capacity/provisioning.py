@@ -109,7 +109,7 @@ def most_slots(workload: Workload) -> int:
 
 
 def simulate_pool(workload: Workload, links: Links, slots: int, latency: Latency, seed: int = SEEDS[0]) -> SimulationResult:
-    """The twin of a pool of equal slots over enough steps for steady means; a large batch and its pool are scaled down alike."""
+    """The twin of a pool of equal slots over enough steps for steady means; a large batch and its pool are scaled down."""
     scale = max(1, min(workload.groups_per_batch // LARGE_BATCH, slots // LARGE_POOL))
     scaled = replace(workload, groups_per_batch=round(workload.groups_per_batch / scale))
     fewest = 4 * (workload.staleness_bound + workload.publish_interval + 1)
