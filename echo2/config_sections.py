@@ -242,6 +242,8 @@ class DisseminationSection(Section):
 
     chunk_bytes: Annotated[int, Field(ge=1024, le=64 * 1024 * 1024)] = 256 * 1024
     """Size of the pieces that are sent and checked one by one."""
+    deltas: bool = True
+    """Send workers the lossless difference from the version that they hold, where that is smaller than the whole."""
     retain_snapshots: PositiveInt = 8
     """Newest snapshots to keep; at least S + κ, so that none in use is deleted."""
     timeout_s: PositiveFloat = 120.0

@@ -14,7 +14,8 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.futures import PrefectConcurrentFuture
 
-from echo2.dissemination.store import SnapshotStore
+from echo2.config_sections import DisseminationSection
+from echo2.dissemination.store import Published, SnapshotStore
 from echo2.hub.client import HubClient
 from echo2.learning.learner import Learner
 from flows.session import Session
@@ -30,12 +31,33 @@ class Export:
         self.payload = payload
 
 
+class Publisher:
+    """Writes versions into the store, each with its delta from the one before; used by one thread at a time."""
+
+    def __init__(self, store: SnapshotStore, settings: DisseminationSection) -> None:
+        self._store = store
+        self._settings = settings
+        self._former: Published | None = None
+        self.metrics: dict[str, float] = {}
+        """Bytes of the last version, in full and as a delta."""
+
+    def publish(self, exported: Export) -> None:
+        """Raises SnapshotError for weights that are none."""
+        base = self._former if self._settings.deltas else None
+        published = self._store.publish(exported.version, exported.payload, self._settings.chunk_bytes, base)
+        self._former = published
+        self.metrics = {"dissemination/full_bytes": float(published.manifest.total_bytes)}
+        if published.delta:
+            self.metrics["dissemination/delta_bytes"] = float(published.delta.total_bytes)
+
+
 class Disseminator:
     """Publishes the learner's versions while it goes on."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._store = SnapshotStore(session.run.snapshots, session.run.run_id, session.run.token)
+        store = SnapshotStore(session.run.snapshots, session.run.run_id, session.run.token)
+        self._publisher = Publisher(store, session.config.dissemination)
         self._stages: deque[PrefectConcurrentFuture] = deque()
         self._last_announcement: PrefectConcurrentFuture | None = None
 
@@ -46,10 +68,10 @@ class Disseminator:
         exported = export(self._session.learner)
         hub, settings = self._session.hub, self._session.config.dissemination
         former = [self._last_announcement] if self._last_announcement else None
-        self._last_announcement = announce.submit(exported, self._store, hub, settings.chunk_bytes, wait_for=former)
+        self._last_announcement = announce.submit(exported, self._publisher, hub, wait_for=former)
         awaited = await_workers.submit(exported.version, hub, settings.timeout_s, wait_for=[self._last_announcement])
         self._stages += [self._last_announcement, awaited]
-        return {"dissemination/export_s": time.monotonic() - began}
+        return {"dissemination/export_s": time.monotonic() - began} | self._publisher.metrics
 
     def finish(self) -> None:
         """Wait for the stages under way; raises what one of them raised."""
@@ -69,9 +91,9 @@ def export(learner: Learner) -> Export:
 
 
 @task(name="announce", task_run_name="announce-{exported.version}", cache_policy=NO_CACHE, persist_result=False)
-def announce(exported: Export, store: SnapshotStore, hub: HubClient, chunk_bytes: int) -> None:
-    """Write chunks, digests and at last the manifest, then tell the hub."""
-    store.publish(exported.version, exported.payload, chunk_bytes)
+def announce(exported: Export, publisher: Publisher, hub: HubClient) -> None:
+    """Write weights, delta and at last the manifests, then tell the hub."""
+    publisher.publish(exported)
     hub.announce(exported.version)
 
 

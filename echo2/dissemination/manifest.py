@@ -1,7 +1,7 @@
-"""What a snapshot is made of, and the proof that this run's learner made it.
+"""What travels of a snapshot, and the proof that this run's learner made it: all its weights, or a delta from other ones.
 
 Invariants: a manifest that passed `verify` was signed with the run's key for this run; its chunks cover the payload without gap
-or overlap; two snapshots have one identity exactly if version and bytes are equal.
+or overlap; two snapshots have one identity exactly if version and weights are equal, however they travel.
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ from __future__ import annotations
 import hmac
 import json
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError, model_validator
 
 from echo2.errors import SnapshotError
+
+Content = bytes | bytearray | memoryview
 
 KEY_CONTEXT = "echo2 2026-11 snapshot manifest signature"
 
@@ -24,21 +27,23 @@ class SnapshotWithdrawn(SnapshotError):
 
 
 class Manifest(BaseModel):
-    """The description of one snapshot; published after its payload."""
+    """The description of one payload; published after it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     run_id: str
     version: NonNegativeInt
-    base_version: NonNegativeInt | None = None
-    """Version that a delta builds on; None for a full snapshot."""
+    base_id: str | None = None
+    """`snapshot_id` of the weights that a delta builds on; None where the payload is the weights."""
     total_bytes: PositiveInt
     chunk_bytes: PositiveInt
     """Size of every chunk but the last, which may be shorter."""
     chunk_digests: tuple[str, ...] = Field(repr=False)
     """blake3 of each chunk, hexadecimal."""
-    weights_digest: str
+    payload_digest: str
     """blake3 of the whole payload, hexadecimal."""
+    weights_digest: str
+    """blake3 of the weights that the payload is or makes, hexadecimal."""
     created_unix_s: float
     signature: str = ""
 
@@ -53,9 +58,19 @@ class Manifest(BaseModel):
 
     @property
     def snapshot_id(self) -> str:
-        """Identity of version and bytes: a resumed run may publish a version again with other weights, and a step that moved
-        no weight makes a new version of equal bytes."""
+        """Identity of version and weights: a resumed run may publish a version again with other weights, and a step that moved
+        no weight makes a new version of equal ones."""
         return f"{self.version}-{self.weights_digest}"
+
+    @property
+    def is_delta(self) -> bool:
+        """Whether the payload makes the weights of other ones."""
+        return self.base_id is not None
+
+    @property
+    def base_digest(self) -> str:
+        """`weights_digest` of the weights that a delta builds on."""
+        return (self.base_id or "").partition("-")[2]
 
     @property
     def chunk_count(self) -> int:
@@ -75,19 +90,36 @@ class Manifest(BaseModel):
         return start, min(count * self.chunk_bytes, self.total_bytes - start)
 
 
-def describe(payload: bytes, run_id: str, version: int, chunk_bytes: int) -> Manifest:
-    """The unsigned manifest of a full snapshot."""
+ROUTE: TypeAdapter[tuple[Manifest, ...]] = TypeAdapter(tuple[Manifest, ...])
+
+
+def describe(payload: Content, run_id: str, version: int, chunk_bytes: int) -> Manifest:
+    """The unsigned manifest of weights that travel in full."""
     view = memoryview(payload)
-    bounds = [*range(0, len(view), chunk_bytes), len(view)]
+    digest = blake3(view).hexdigest()
     return Manifest(
         run_id=run_id,
         version=version,
         total_bytes=len(view),
         chunk_bytes=chunk_bytes,
-        chunk_digests=tuple(blake3(view[start:end]).hexdigest() for start, end in pairwise(bounds)),
-        weights_digest=blake3(view).hexdigest(),
+        chunk_digests=_chunk_digests(view, chunk_bytes),
+        payload_digest=digest,
+        weights_digest=digest,
         created_unix_s=time.time(),
     )
+
+
+def describe_delta(delta: Content, base: Manifest, target: Manifest) -> Manifest:
+    """The unsigned manifest of a delta that makes the weights of `target` from those of `base`."""
+    view = memoryview(delta)
+    changes = {
+        "base_id": base.snapshot_id,
+        "total_bytes": len(view),
+        "chunk_digests": _chunk_digests(view, target.chunk_bytes),
+        "payload_digest": blake3(view).hexdigest(),
+        "signature": "",
+    }
+    return target.model_copy(update=changes)
 
 
 def signing_key(token: str) -> bytes:
@@ -119,9 +151,31 @@ def parse_manifest(text: str | bytes) -> Manifest:
     try:
         return Manifest.model_validate_json(text)
     except ValidationError as error:
-        problem = error.errors()[0]
-        field = ".".join(str(part) for part in problem["loc"]) or "content"
-        raise SnapshotError(f"manifest is damaged ({field}: {problem['msg'].lower()}): publish the snapshot again") from None
+        raise _damaged("manifest", error) from None
+
+
+def encode_route(route: Sequence[Manifest]) -> bytes:
+    """Manifests as one JSON text that `parse_route` reads."""
+    return ROUTE.dump_json(tuple(route))
+
+
+def parse_route(text: str | bytes) -> tuple[Manifest, ...]:
+    """Read manifests from JSON; raises SnapshotError. They are not verified yet."""
+    try:
+        return ROUTE.validate_json(text)
+    except ValidationError as error:
+        raise _damaged("route", error) from None
+
+
+def _damaged(what: str, error: ValidationError) -> SnapshotError:
+    problem = error.errors()[0]
+    field = ".".join(str(part) for part in problem["loc"]) or "content"
+    return SnapshotError(f"{what} is damaged ({field}: {problem['msg'].lower()}): publish the snapshot again")
+
+
+def _chunk_digests(payload: memoryview, chunk_bytes: int) -> tuple[str, ...]:
+    bounds = [*range(0, len(payload), chunk_bytes), len(payload)]
+    return tuple(blake3(payload[start:end]).hexdigest() for start, end in pairwise(bounds))
 
 
 def _signature(manifest: Manifest, key: bytes) -> str:

@@ -1,7 +1,8 @@
 """Taking a snapshot from wherever it is offered, while the worker goes on generating.
 
 Invariants: what is handed over is bit-equal to what the learner published, and was the newest when its transfer began; a chunk
-that arrived whole is never asked for again; every retry waits.
+that arrived whole is never asked for again; a delta that does not make the right weights is given up for the whole; every retry
+waits.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Protocol
 
 from blake3 import blake3
 
+from echo2.dissemination.delta import apply_delta
 from echo2.dissemination.manifest import Manifest, SnapshotWithdrawn, signing_key, verify
 from echo2.errors import SnapshotError, WaitTimeout
 
@@ -33,23 +35,25 @@ class SourceUnavailable(Exception):
 class SnapshotSource(Protocol):
     """Where snapshots come from."""
 
-    def wait_newest(self, after_snapshot_id: str | None, wait_s: float) -> Manifest | None:
-        """The newest manifest once its snapshot_id is another than `after_snapshot_id`; None after `wait_s` without one.
+    def wait_newest(self, held_id: str | None, wait_s: float) -> tuple[Manifest, ...]:
+        """What to fetch, in order, to go from the snapshot called `held_id` to the newest: deltas, or one in full.
 
-        Raises SourceUnavailable.
+        Empty after `wait_s` without a newer one. Raises SourceUnavailable.
         """
 
-    def stream(self, version: int, snapshot_id: str, first_chunk: int, count: int) -> Iterator[bytes]:
-        """The bytes of these chunks. Raises SourceUnavailable, or SnapshotWithdrawn where there is no such snapshot now."""
+    def stream(self, manifest: Manifest, first_chunk: int, count: int) -> Iterator[bytes]:
+        """The bytes of these chunks. Raises SourceUnavailable, or SnapshotWithdrawn where there is no such payload now."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReceivedSnapshot:
-    """A snapshot that arrived whole; `fetch_s` from its announcement to its last byte."""
+    """Weights that arrived whole, by the manifest that they came with last."""
 
     manifest: Manifest
-    payload: bytes
+    weights: bytes
     fetch_s: float
+    """From the first byte asked for to the last one, and the making of the weights."""
+    fetched_bytes: int
 
 
 def receive(
@@ -135,7 +139,7 @@ class _Assembly:
 
     def finish(self) -> bytes:
         """The payload. Raises SnapshotError if it is not what the manifest promises."""
-        if blake3(self._payload).hexdigest() != self._manifest.weights_digest:
+        if blake3(self._payload).hexdigest() != self._manifest.payload_digest:
             raise SnapshotError(
                 f"snapshot of version {self._manifest.version}: every chunk is right but the whole has not the digest in its "
                 f"manifest: publish it again"
@@ -239,38 +243,52 @@ class SnapshotFollower:
                 self._changed.notify_all()
 
     def _follow(self) -> None:
-        held: str | None = None
+        held: ReceivedSnapshot | None = None
         failures = 0
         while True:
             try:
-                manifest = self._source.wait_newest(held, self._wait_s)
-                if manifest is None or manifest.snapshot_id == held:
+                route = self._source.wait_newest(held.manifest.snapshot_id if held else None, self._wait_s)
+                if not route or (held and route[-1].snapshot_id == held.manifest.snapshot_id):
                     self._pause(FIRST_PAUSE_S)
                     continue
-                received = self._receive(manifest)
+                received = self._receive(route, held)
             except (SourceUnavailable, SnapshotError) as error:
                 failures += 1
-                self.rejected += isinstance(error, SnapshotError) and not isinstance(error, SnapshotWithdrawn)
+                if isinstance(error, SnapshotError) and not isinstance(error, SnapshotWithdrawn):
+                    # Whatever was wrong, from nothing held the next route is a snapshot in full.
+                    self.rejected, held = self.rejected + 1, None
                 self.last_error = str(error)
                 self._pause(retry_pause_s(failures))
                 continue
-            held, failures, self.last_error = manifest.snapshot_id, 0, None
+            held, failures, self.last_error = received, 0, None
             with self._changed:
                 self._received = received
                 self._changed.notify_all()
             self._on_arrival()
 
-    def _receive(self, manifest: Manifest) -> ReceivedSnapshot:
+    def _receive(self, route: tuple[Manifest, ...], held: ReceivedSnapshot | None) -> ReceivedSnapshot:
+        """Fetch what the route names and make the weights. Raises SnapshotError where that cannot be done."""
         start_s = time.monotonic()
+        weights, held_id = (held.weights, held.manifest.snapshot_id) if held else (b"", None)
+        for manifest in route:
+            payload = self._fetch(manifest)
+            if manifest.base_id not in (None, held_id):
+                raise SnapshotError(f"snapshot of version {manifest.version} builds on {manifest.base_id}, which is not held")
+            if manifest.is_delta:
+                made = apply_delta(weights, [payload], manifest.weights_digest, base_digest=manifest.base_digest)
+                payload = bytes(made)
+            weights, held_id = payload, manifest.snapshot_id
+        fetched_bytes = sum(manifest.total_bytes for manifest in route)
+        return ReceivedSnapshot(route[-1], weights, time.monotonic() - start_s, fetched_bytes)
 
+    def _fetch(self, manifest: Manifest) -> bytes:
         def fetch(first_chunk: int, count: int) -> Iterator[bytes]:
-            for piece in self._source.stream(manifest.version, manifest.snapshot_id, first_chunk, count):
+            for piece in self._source.stream(manifest, first_chunk, count):
                 if self._stopping.is_set():
                     raise _Stopped
                 yield piece
 
-        payload = receive(manifest, fetch, self._key, self._run_id, break_attempts=math.inf, pause=self._pause)
-        return ReceivedSnapshot(manifest, payload, time.monotonic() - start_s)
+        return receive(manifest, fetch, self._key, self._run_id, break_attempts=math.inf, pause=self._pause)
 
     def _pause(self, seconds: float) -> None:
         if self._stopping.wait(seconds):

@@ -1,35 +1,58 @@
 """The snapshots of a run on disk: one process publishes, any number read.
 
-Invariants: a version is visible only after its payload and then its manifest are on the disk; a reader sees the old snapshot
+Invariants: a version is visible only after its payloads and then its manifests are on the disk; a reader sees the old snapshot
 or the new one, whole; a publisher that dies leaves the visible versions as they were. `v00000012` is a link to a hidden folder
-that is never written again, so that one atomic rename replaces payload and manifest together.
+that is never written again, so that one atomic rename replaces payloads and manifests together. Every version is there in full;
+its delta from the one before lies beside it where that is smaller.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
-from echo2.dissemination.manifest import Manifest, SnapshotWithdrawn, describe, parse_manifest, sign, signing_key, verify
+from echo2.dissemination.delta import FullIsBetter, encode_delta
+from echo2.dissemination.manifest import (
+    Content,
+    Manifest,
+    SnapshotWithdrawn,
+    describe,
+    describe_delta,
+    parse_manifest,
+    sign,
+    signing_key,
+    verify,
+)
+from echo2.dissemination.route import Offer, cheapest_route
 from echo2.durability import sync
 from echo2.errors import SnapshotError
 
-PAYLOAD_NAME = "weights.safetensors"
-MANIFEST_NAME = "manifest.json"
+PAYLOAD_NAME, DELTA_NAME = "weights.safetensors", "delta"
+MANIFEST_NAME, DELTA_MANIFEST_NAME = "manifest.json", "delta.json"
 READ_BYTES = 1024 * 1024
 VERIFIED_MANIFESTS = 64
 VISIBLE = r"v(\d{8,})"
 OURS = r"\.?v\d{8,}.*"
 
 
+class Published(NamedTuple):
+    """A version's manifests and weights."""
+
+    manifest: Manifest
+    delta: Manifest | None
+    weights: Content
+
+
 class SnapshotStore:
-    """A folder of snapshots, `folder/v00000012/{weights.safetensors, manifest.json}`, of one run."""
+    """A folder of snapshots, `folder/v00000012/{weights.safetensors, manifest.json, delta, delta.json}`, of one run."""
 
     def __init__(self, folder: Path, run_id: str, token: str) -> None:
         self._folder = folder
@@ -38,20 +61,31 @@ class SnapshotStore:
         self._verified: dict[tuple[str, int, int], Manifest] = {}
         folder.mkdir(parents=True, exist_ok=True)
 
-    def publish(self, version: int, payload: bytes, chunk_bytes: int) -> Manifest:
+    def publish(self, version: int, payload: Content, chunk_bytes: int, base: Published | None = None) -> Published:
         """Make `payload` the snapshot of `version`, in place of a former one; when this returns, it is on the disk.
 
-        Raises SnapshotError for an empty payload.
+        With `base`, the delta from there is published too where it is smaller. Raises SnapshotError for an empty payload.
         """
         if not payload:
             raise SnapshotError(f"snapshot of version {version} is empty: a payload must hold weights")
         manifest = sign(describe(payload, self._run_id, version, chunk_bytes), self._key)
-        link = self._folder / _name(version)
+        files: dict[str, Content] = {PAYLOAD_NAME: payload, MANIFEST_NAME: manifest.model_dump_json().encode()}
+        published = Published(manifest, None, payload)
+        delta = _delta(base, published) if base else None
+        if base and delta:
+            of_delta = sign(describe_delta(delta, base.manifest, manifest), self._key)
+            files |= {DELTA_NAME: delta, DELTA_MANIFEST_NAME: of_delta.model_dump_json().encode()}
+            published = Published(manifest, of_delta, payload)
+        self._place(self._folder / _name(version), files)
+        return published
+
+    def _place(self, link: Path, files: dict[str, Content]) -> None:
+        """Make `link` lead to a new folder with these files."""
         hidden = self._folder / f".{link.name}.{secrets.token_hex(8)}"
         with self._writing():
             hidden.mkdir()
-            _write(hidden / PAYLOAD_NAME, payload)
-            _write(hidden / MANIFEST_NAME, manifest.model_dump_json().encode())
+            for name, content in files.items():
+                _write(hidden / name, content)
             sync(hidden)
             former = _target(link)
             if former == link.name:
@@ -62,7 +96,6 @@ class SnapshotStore:
             sync(self._folder)
             if former not in (None, link.name):
                 _delete(self._folder / former)
-        return manifest
 
     def versions(self) -> list[int]:
         """Versions that can be read, oldest first."""
@@ -78,27 +111,62 @@ class SnapshotStore:
                 continue
         return None
 
+    def route(self, held_id: str | None) -> tuple[Manifest, ...]:
+        """What to fetch, in order, to go from the snapshot called `held_id` to the newest: the fewest bytes.
+
+        Empty where that is held, or where there is no snapshot. Raises SnapshotError if one is damaged or another run's.
+        """
+        full, deltas = self._manifests()
+        if not full or full[max(full)].snapshot_id == held_id:
+            return ()
+        held_version = next((version for version, manifest in full.items() if manifest.snapshot_id == held_id), None)
+        # A version that was published anew is no base for the deltas of its former weights.
+        bases = {version: base for version, delta in deltas.items() if (base := _version_of(delta.base_id, full)) is not None}
+        offers = [Offer(version, None, manifest.total_bytes) for version, manifest in full.items()]
+        offers += [Offer(version, base, deltas[version].total_bytes) for version, base in bases.items()]
+        route = cheapest_route(held_version, max(full), offers) or ()
+        return tuple((full if offer.base_version is None else deltas)[offer.version] for offer in route)
+
+    def _manifests(self) -> tuple[dict[int, Manifest], dict[int, Manifest]]:
+        """Of the snapshots in full and of the deltas, by version."""
+        full, deltas = {}, {}
+        for version in self.versions():
+            try:
+                full[version], folder = self._resolve(version)
+                with contextlib.suppress(FileNotFoundError):
+                    deltas[version] = self._read_manifest(folder / DELTA_MANIFEST_NAME)
+            except SnapshotWithdrawn:
+                continue
+        return full, deltas
+
     def manifest(self, version: int) -> Manifest:
-        """The verified manifest of `version`. Raises SnapshotWithdrawn if there is none, SnapshotError if it is damaged."""
+        """The verified manifest of `version` in full. Raises SnapshotWithdrawn if there is none, SnapshotError if damaged."""
         return self._resolve(version)[0]
 
     def path(self, version: int) -> Path:
-        """File that holds the payload of `version`. Raises SnapshotWithdrawn if there is none."""
-        return self._resolve(version)[1]
+        """File that holds the weights of `version`. Raises SnapshotWithdrawn if there is none."""
+        return self._resolve(version)[1] / PAYLOAD_NAME
 
     def read(self, version: int, start: int, length: int) -> bytes:
-        """`length` bytes of the payload from `start` on. Raises SnapshotWithdrawn, or SnapshotError if there are fewer."""
+        """`length` bytes of the weights from `start` on. Raises SnapshotWithdrawn, or SnapshotError if there are fewer."""
         return b"".join(_pieces(version, self.path(version), start, length))
 
-    def stream(self, version: int, snapshot_id: str, first_chunk: int, count: int) -> Iterator[bytes]:
-        """The bytes of `count` chunks in pieces, all from the snapshot called `snapshot_id`, even if it is replaced meanwhile.
+    def stream(self, version: int, payload_digest: str, first_chunk: int, count: int) -> Iterator[bytes]:
+        """The bytes of `count` chunks in pieces, all from the payload of that digest, even if it is replaced meanwhile.
 
-        Raises SnapshotWithdrawn if that snapshot is not in the store, SnapshotError if it has no such chunks.
+        Raises SnapshotWithdrawn if that payload is not in the store, SnapshotError if it has no such chunks.
         """
-        manifest, payload = self._resolve(version)
-        if manifest.snapshot_id != snapshot_id:
+        manifest, folder = self._resolve(version)
+        file = folder / PAYLOAD_NAME
+        if manifest.payload_digest != payload_digest:
+            file = folder / DELTA_NAME
+            try:
+                manifest = self._read_manifest(folder / DELTA_MANIFEST_NAME)
+            except FileNotFoundError:
+                raise _withdrawn(version) from None
+        if manifest.payload_digest != payload_digest:
             raise _withdrawn(version)
-        return _pieces(version, payload, *manifest.byte_range(first_chunk, count))
+        return _pieces(version, file, *manifest.byte_range(first_chunk, count))
 
     def withdraw_after(self, version: int) -> list[int]:
         """Remove every version newer than `version`, newest first, and say which; a resumed run makes them anew."""
@@ -138,21 +206,20 @@ class SnapshotStore:
                 _delete(entry)
 
     def _resolve(self, version: int) -> tuple[Manifest, Path]:
-        """Manifest and payload file of one and the same snapshot."""
+        """Manifest in full and folder of one and the same snapshot."""
         link = self._folder / _name(version)
         while (target := _target(link)) is not None:
             try:
-                return self._read_manifest(self._folder / target), self._folder / target / PAYLOAD_NAME
+                return self._read_manifest(self._folder / target / MANIFEST_NAME), self._folder / target
             except FileNotFoundError:
                 if target == _target(link):
                     break
         raise _withdrawn(version)
 
-    def _read_manifest(self, folder: Path) -> Manifest:
-        """The verified manifest in `folder`, parsed once: a large model's has some 100,000 digests."""
-        file = folder / MANIFEST_NAME
+    def _read_manifest(self, file: Path) -> Manifest:
+        """The verified manifest in `file`, parsed once: a large model's has some 100,000 digests."""
         status = file.stat()
-        key = (folder.name, status.st_ino, status.st_mtime_ns)
+        key = (str(file), status.st_ino, status.st_mtime_ns)
         manifest = self._verified.get(key)
         if manifest is None:
             manifest = parse_manifest(file.read_bytes())
@@ -168,6 +235,19 @@ class SnapshotStore:
         with (self._folder / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield
+
+
+def _delta(base: Published, target: Published) -> bytes | None:
+    """The delta between two snapshots; None where it is not worth while, or where they are no safetensors messages."""
+    known, wanted = base.manifest.weights_digest, target.manifest.weights_digest
+    try:
+        return b"".join(encode_delta(base.weights, target.weights, base_digest=known, target_digest=wanted))
+    except (FullIsBetter, SnapshotError):
+        return None
+
+
+def _version_of(snapshot_id: str | None, manifests: Mapping[int, Manifest]) -> int | None:
+    return next((version for version, manifest in manifests.items() if manifest.snapshot_id == snapshot_id), None)
 
 
 def _name(version: int) -> str:
@@ -212,6 +292,6 @@ def _pieces(version: int, payload: Path, start: int, length: int) -> Iterator[by
             yield piece
 
 
-def _write(file: Path, content: bytes) -> None:
+def _write(file: Path, content: Content) -> None:
     file.write_bytes(content)
     sync(file)

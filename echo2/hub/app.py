@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, Field
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from echo2.dissemination.manifest import SnapshotWithdrawn
+from echo2.dissemination.manifest import SnapshotWithdrawn, encode_route
 from echo2.errors import UserError
 from echo2.hub.metrics import render_metrics
 from echo2.hub.service import Hub
@@ -195,15 +195,13 @@ def _add_worker_routes(app: FastAPI, run: RunDirectory) -> None:
 
 def _add_snapshot_routes(app: FastAPI, uplink: Uplink) -> None:
     @app.get("/v1/snapshots/newest")
-    async def newest(request: Request, wait_s: Wait = 0.0, after: str | None = None) -> Response:
-        manifest = await _hub(request).newest_snapshot(after, wait_s)
-        if manifest is None:
-            return Response(status_code=204)
-        return Response(manifest.model_dump_json(), media_type="application/json")
+    async def newest(request: Request, wait_s: Wait = 0.0, held: str | None = None) -> Response:
+        route = await _hub(request).snapshot_route(held, wait_s)
+        return Response(encode_route(route), media_type="application/json")
 
-    @app.get("/v1/snapshots/{version}/{snapshot_id}/chunks")
-    async def chunks(request: Request, version: int, snapshot_id: str, first: int, count: int) -> Response:
-        pieces = _hub(request).store.stream(version, snapshot_id, first, count)
+    @app.get("/v1/snapshots/{version}/{payload_digest}/chunks")
+    async def chunks(request: Request, version: int, payload_digest: str, first: int, count: int) -> Response:
+        pieces = _hub(request).store.stream(version, payload_digest, first, count)
         return StreamingResponse(uplink.paced(pieces), media_type="application/octet-stream")
 
     @app.post("/v1/snapshots/{version}/announce")

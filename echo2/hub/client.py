@@ -15,7 +15,7 @@ import httpx
 import tenacity
 from pydantic import ValidationError
 
-from echo2.dissemination.manifest import Manifest, SnapshotWithdrawn, parse_manifest
+from echo2.dissemination.manifest import Manifest, SnapshotWithdrawn, parse_route
 from echo2.errors import UserError, WaitTimeout
 from echo2.protocol import Batch, GroupRollouts, LeaseAnswer, Telemetry, WorkerWelcome, decode_batch, encode_group
 
@@ -106,14 +106,14 @@ class HubClient:
 
     # --- snapshots
 
-    def newest_snapshot(self, after: str | None, wait_s: float) -> Manifest | None:
-        parameters: dict[str, Any] = {"wait_s": wait_s} | ({"after": after} if after else {})
-        answer = self._request("GET", "/v1/snapshots/newest", params=parameters, extra_s=wait_s)
-        return parse_manifest(answer.content) if answer.status_code == 200 else None
+    def snapshot_route(self, held_id: str | None, wait_s: float) -> tuple[Manifest, ...]:
+        """What to fetch, in order, to go from the snapshot called `held_id` to the newest; empty after `wait_s` without one."""
+        parameters: dict[str, Any] = {"wait_s": wait_s} | ({"held": held_id} if held_id else {})
+        return parse_route(self._request("GET", "/v1/snapshots/newest", params=parameters, extra_s=wait_s).content)
 
-    def stream_snapshot(self, version: int, snapshot_id: str, first_chunk: int, count: int) -> Iterator[bytes]:
+    def stream_snapshot(self, manifest: Manifest, first_chunk: int, count: int) -> Iterator[bytes]:
         """The bytes of `count` chunks as they arrive. Raises HubUnavailable when the stream breaks; it is not repeated here."""
-        path = f"/v1/snapshots/{version}/{snapshot_id}/chunks"
+        path = f"/v1/snapshots/{manifest.version}/{manifest.payload_digest}/chunks"
         try:
             with self._http.stream("GET", path, params={"first": first_chunk, "count": count}) as answer:
                 if answer.status_code != 200:
@@ -122,7 +122,7 @@ class HubClient:
                 self._last_contact = time.monotonic()
                 yield from answer.iter_bytes()
         except httpx.TransportError as error:
-            raise HubUnavailable(f"hub {self.url}: the stream of version {version} broke ({error!r})") from None
+            raise HubUnavailable(f"hub {self.url}: the stream of version {manifest.version} broke ({error!r})") from None
 
     def announce(self, version: int) -> str:
         return self._json("POST", f"/v1/snapshots/{version}/announce")["snapshot_id"]

@@ -247,14 +247,13 @@ class Hub:
         self.snapshot_announced.fire()
         return manifest
 
-    async def newest_snapshot(self, after: str | None, wait_s: float) -> Manifest | None:
-        """The newest manifest, once it is another than the snapshot called `after`."""
+    async def snapshot_route(self, held_id: str | None, wait_s: float) -> tuple[Manifest, ...]:
+        """What to fetch, in order, to go from the snapshot called `held_id` to the newest; empty after `wait_s` without one."""
 
-        async def look() -> Manifest | None:
-            newest = self.store.newest()
-            return newest if newest is not None and newest.snapshot_id != after else None
+        async def look() -> tuple[Manifest, ...] | None:
+            return self.store.route(held_id) or None
 
-        return await self.snapshot_announced.poll(look, wait_s)
+        return await self.snapshot_announced.poll(look, wait_s) or ()
 
     async def receivers(self, version: int, wait_s: float) -> tuple[list[str], list[str]]:
         """Who generates with `version` or newer, and who does not yet; waits until the second list is empty."""

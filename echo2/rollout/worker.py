@@ -43,13 +43,13 @@ class HubSource:
     def __init__(self, client: HubClient) -> None:
         self._client = client
 
-    def wait_newest(self, after_snapshot_id: str | None, wait_s: float) -> Manifest | None:
+    def wait_newest(self, held_id: str | None, wait_s: float) -> tuple[Manifest, ...]:
         with _as_source_errors():
-            return self._client.newest_snapshot(after_snapshot_id, wait_s)
+            return self._client.snapshot_route(held_id, wait_s)
 
-    def stream(self, version: int, snapshot_id: str, first_chunk: int, count: int) -> Iterator[bytes]:
+    def stream(self, manifest: Manifest, first_chunk: int, count: int) -> Iterator[bytes]:
         with _as_source_errors():
-            yield from self._client.stream_snapshot(version, snapshot_id, first_chunk, count)
+            yield from self._client.stream_snapshot(manifest, first_chunk, count)
 
 
 @contextmanager
@@ -137,7 +137,7 @@ class Worker:
     def _load(self, engine: Engine, snapshot: ReceivedSnapshot) -> None:
         began = time.monotonic()
         manifest = snapshot.manifest
-        engine.load_weights(snapshot.payload, manifest.version)
+        engine.load_weights(snapshot.weights, manifest.version)
         self._telemetry = self._telemetry.model_copy(
             update={
                 "version": manifest.version,

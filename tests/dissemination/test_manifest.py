@@ -42,9 +42,10 @@ def test_a_signed_manifest_survives_the_wire() -> None:
     "change",
     [
         {"version": 4},
-        {"base_version": 2},
+        {"base_id": "2-00"},
         {"chunk_digests": tuple(reversed(signed().chunk_digests))},
         {"weights_digest": "00" * 32},
+        {"payload_digest": "00" * 32},
         {"created_unix_s": 0.0},
         {"signature": ""},
         {"signature": "é"},

@@ -139,7 +139,7 @@ def test_a_withdrawn_snapshot_is_not_asked_for_again() -> None:
 
 def test_a_manifest_that_contradicts_itself_is_refused() -> None:
     payload = random.Random(0).randbytes(1000)
-    manifest = sign(signed(payload).model_copy(update={"weights_digest": "00" * 32}), KEY)
+    manifest = sign(signed(payload).model_copy(update={"payload_digest": "00" * 32}), KEY)
     with pytest.raises(SnapshotError, match="version 7: every chunk is right but the whole"):
         receive(manifest, FaultyStream(payload, 100, []).fetch, KEY, "run-a")
 

@@ -31,7 +31,7 @@ def hidden_names(folder: Path) -> list[str]:
 
 def test_what_was_published_is_read_back_by_another_store(tmp_path: Path) -> None:
     payloads = {version: random_payload(version) for version in (0, 1, 12)}
-    published = {version: make_store(tmp_path).publish(version, payload, CHUNK_BYTES) for version, payload in payloads.items()}
+    published = {version: make_store(tmp_path).publish(version, payload, CHUNK_BYTES).manifest for version, payload in payloads.items()}
     reader = make_store(tmp_path)
     assert reader.versions() == [0, 1, 12]
     assert reader.newest() == published[12]
@@ -39,8 +39,8 @@ def test_what_was_published_is_read_back_by_another_store(tmp_path: Path) -> Non
         assert reader.manifest(version) == published[version]
         assert reader.path(version).read_bytes() == payload
         assert reader.read(version, 5000, 777) == payload[5000:5777]
-        snapshot_id = published[version].snapshot_id
-        assert b"".join(reader.stream(version, snapshot_id, 3, 22)) == payload[3 * CHUNK_BYTES :]
+        digest = published[version].payload_digest
+        assert b"".join(reader.stream(version, digest, 3, 22)) == payload[3 * CHUNK_BYTES :]
     assert (tmp_path / "v00000012" / "weights.safetensors").read_bytes() == payloads[12]
     assert (tmp_path / "v00000012" / "manifest.json").is_file()
 
@@ -82,7 +82,7 @@ def test_a_damaged_manifest_is_an_error_and_publishing_again_heals_it(tmp_path: 
     (tmp_path / "v00000001" / "manifest.json").write_text("{")
     with pytest.raises(SnapshotError, match="damaged"):
         store.newest()
-    assert store.publish(1, b"weights", CHUNK_BYTES) == store.newest()
+    assert store.publish(1, b"weights", CHUNK_BYTES).manifest == store.newest()
 
 
 def test_a_copied_run_can_be_read_replaced_and_removed(tmp_path: Path) -> None:
@@ -127,13 +127,13 @@ def test_sweep_keeps_the_newest_and_removes_orphans(tmp_path: Path) -> None:
 
 def test_a_stream_stays_with_its_snapshot_when_that_is_replaced(tmp_path: Path) -> None:
     store, old = make_store(tmp_path), random_payload(1, 3_000_000)
-    manifest = store.publish(1, old, CHUNK_BYTES)
-    stream = store.stream(1, manifest.snapshot_id, 0, manifest.chunk_count)
+    manifest = store.publish(1, old, CHUNK_BYTES).manifest
+    stream = store.stream(1, manifest.payload_digest, 0, manifest.chunk_count)
     first = next(stream)
     store.publish(1, random_payload(2, 3_000_000), CHUNK_BYTES)
     assert first + b"".join(stream) == old
     with pytest.raises(SnapshotWithdrawn):
-        store.stream(1, manifest.snapshot_id, 0, 1)
+        store.stream(1, manifest.payload_digest, 0, 1)
 
 
 def test_a_reader_sees_the_old_snapshot_or_the_new_one_whole(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_reader_sees_the_old_snapshot_or_the_new_one_whole(tmp_path: Path) -> 
         manifest = reader.newest()
         assert manifest is not None
         try:
-            content = b"".join(reader.stream(7, manifest.snapshot_id, 0, manifest.chunk_count))
+            content = b"".join(reader.stream(7, manifest.payload_digest, 0, manifest.chunk_count))
         except SnapshotWithdrawn:
             continue
         assert blake3(content).hexdigest() == manifest.weights_digest
@@ -215,7 +215,7 @@ def publish_until_killed(folder: Path, version: int, hang_at: int) -> None:
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_publisher_killed_before_its_last_rename_never_shows_a_version(tmp_path: Path, version: int, hang_at: int) -> None:
     store = make_store(tmp_path)
-    first = store.publish(1, b"weights", CHUNK_BYTES)
+    first = store.publish(1, b"weights", CHUNK_BYTES).manifest
     publish_until_killed(tmp_path, version, hang_at)
     assert store.versions() == [1]
     assert make_store(tmp_path).newest() == first
@@ -223,7 +223,7 @@ def test_a_publisher_killed_before_its_last_rename_never_shows_a_version(tmp_pat
     assert len(hidden_names(tmp_path)) > 1
     store.sweep(5)
     assert len(hidden_names(tmp_path)) == 1
-    assert store.publish(2, b"again", CHUNK_BYTES) == store.newest()
+    assert store.publish(2, b"again", CHUNK_BYTES).manifest == store.newest()
 
 
 def test_a_publisher_killed_after_its_last_rename_has_published_the_whole(tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ def test_sigterm_hands_leases_back_at_once(make_run, serve, publish, start_worke
     wait_until(lambda: client.status()["groups"]["leased"] == 6)
     worker.send_signal(signal.SIGTERM)
     assert worker.wait(15) == 0
-    other = join(client, "other", snapshot_id=client.newest_snapshot(None, 0.0).snapshot_id)
+    other = join(client, "other", snapshot_id=client.snapshot_route(None, 0.0)[-1].snapshot_id)
     assert len(client.lease(other, 6, wait_s=2.0).leases) == 6
 
 

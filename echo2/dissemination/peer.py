@@ -1,0 +1,329 @@
+"""A worker's end of the broadcast: connections to the source and to the other workers, in a thread of their own.
+
+Invariants: nobody takes part who has not proved to hold this run's token; between two workers there is one connection; a
+connection that breaks is dialled again, with growing pauses; a worker that nobody can connect to receives over connections that
+it dialled itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from echo2.dissemination.exchange import Delivery, Exchange
+from echo2.dissemination.link import Buffers, Link
+from echo2.dissemination.reception import SOURCE
+from echo2.dissemination.wire import Frame, Kind, WireError, accept, connection_key, dial
+from echo2.errors import SnapshotError, WaitTimeout
+
+log = logging.getLogger(__name__)
+TICK_S = 0.1
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 5.0
+DISTRUST_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A worker that takes part, as the source tells the others."""
+
+    number: int
+    name: str
+    host: str
+    port: int
+    reachable: bool
+
+
+class LoopThread:
+    """A thread that runs an event loop until `stop`; an error in it is raised by `raise_if_failed`."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._error: BaseException | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Close every connection and end the thread."""
+        if self._thread.ident is None:
+            self.closing()
+            self._loop.close()
+        elif self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(timeout_s)
+
+    def raise_if_failed(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` in the loop; only from the loop's thread. An error in it ends the thread."""
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def opened(self) -> None:
+        """Called in the thread before anything else."""
+        raise NotImplementedError
+
+    def closing(self) -> None:
+        """Called in the thread when it ends."""
+        raise NotImplementedError
+
+    def failed(self, error: BaseException) -> None:
+        """The thread cannot go on."""
+        self._error = error
+        log.error("the broadcast's thread %s died", self._thread.name, exc_info=error)
+        self._loop.stop()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.failed(error)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.set_exception_handler(lambda _, context: self.failed(context.get("exception") or RuntimeError(str(context))))
+        try:
+            self._loop.call_soon(self.opened)
+            self._loop.run_forever()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            self.closing()
+            self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
+            self._loop.close()
+
+
+class Peer(LoopThread):
+    """One worker in the broadcast: receives every snapshot, serves its stripe and whoever asks.
+
+    `take`, `wait` and `stop` may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        token: str,
+        name: str,
+        source: tuple[str, int],
+        *,
+        host: str = "0.0.0.0",
+        port: int = 0,
+        advertised_host: str = "",
+        serving: bool = True,
+        on_delivery: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`host` and `port` are listened on unless not `serving`; the source tells the others `advertised_host`, or the
+        address that it sees. `on_delivery` is called in the thread when there is something to take. Raises OSError if the
+        port cannot be had."""
+        super().__init__("broadcast-peer")
+        self._key = connection_key(token, run_id)
+        self._name = name
+        self._source_address = source
+        self._advertised_host = advertised_host
+        self._listener = socket.create_server((host, port), backlog=128) if serving else None
+        self._links: dict[int, Link] = {}
+        self._members: dict[int, Member] = {}
+        self._number = -1
+        self._source_lost = asyncio.Event()
+        self._dialling: set[int] = set()
+        self._distrusted: dict[int, float] = {}
+        self._buffers = Buffers()
+        self._exchange = Exchange(run_id, token, self._links, self._buffers, self._deliver, self._distrust)
+        self._changed = threading.Condition()
+        self._delivery: Delivery | None = None
+        self._wake = on_delivery
+        self.last_error: str | None = None
+        """Why the source could not be reached or used at the last try."""
+
+    @property
+    def connected(self) -> bool:
+        """Whether the source is there."""
+        return self._exchange.source is not None
+
+    @property
+    def peers(self) -> int:
+        """Other workers that this one is connected to."""
+        return len(self._links)
+
+    @property
+    def forwarded_bytes(self) -> int:
+        return self._exchange.relay.forwarded_bytes
+
+    @property
+    def duplicate_bytes(self) -> int:
+        """What arrived and was here already."""
+        return self._exchange.duplicate_bytes
+
+    def take(self) -> Delivery | None:
+        """The newest snapshot that arrived since the last call, if any. Raises the error that ended the thread."""
+        with self._changed:
+            self.raise_if_failed()
+            delivery, self._delivery = self._delivery, None
+            return delivery
+
+    def wait(self, timeout_s: float) -> Delivery:
+        """`take`, but waits for a snapshot. Raises WaitTimeout after `timeout_s`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._delivery is not None or self._error is not None, timeout_s)
+        delivery = self.take()
+        if delivery is None:
+            reason = f": {self.last_error}" if self.last_error else ""
+            raise WaitTimeout(f"no snapshot arrived at worker {self._name} within {timeout_s:g} s{reason}")
+        return delivery
+
+    def failed(self, error: BaseException) -> None:
+        super().failed(error)
+        with self._changed:
+            self._changed.notify_all()
+
+    def opened(self) -> None:
+        if self._listener is not None:
+            self._listener.setblocking(False)
+            self.spawn(self._listen(self._listener))
+        self.spawn(self._stay_connected())
+        self._loop.call_later(TICK_S, self._tick)
+
+    def closing(self) -> None:
+        source = self._exchange.source
+        for link in [*self._links.values(), *([source] if source else [])]:
+            link.close()
+        if self._listener is not None:
+            self._listener.close()
+
+    def _tick(self) -> None:
+        self._exchange.tick()
+        self._loop.call_later(TICK_S, self._tick)
+
+    async def _stay_connected(self) -> None:
+        """Keep a connection to the source as long as there is a source."""
+        failures = 0
+        while True:
+            port = self._listener.getsockname()[1] if self._listener else 0
+            hello = {"name": self._name, "host": self._advertised_host, "port": port}
+            try:
+                connection, _ = await dial(*self._source_address, self._key, hello)
+            except (WireError, OSError) as error:
+                failures += 1
+                self.last_error = f"broadcast source {self._source_address[0]}:{self._source_address[1]}: {error or 'time-out'}"
+                await _pause(failures)
+                continue
+            failures, self.last_error = 0, None
+            self._source_lost.clear()
+            self._exchange.source = self._link(connection, SOURCE, self._from_source, self._lost_source)
+            await self._source_lost.wait()
+            await _pause(1)
+
+    def _lost_source(self, link: Link) -> None:
+        self._exchange.source = None
+        self._exchange.link_lost(link)
+        self._source_lost.set()
+
+    def _from_source(self, link: Link, frame: Frame) -> bool:
+        if frame.kind is Kind.ROSTER:
+            roster = json.loads(bytes(frame.body))
+            self._number = roster["you"]
+            self._members = {fields["number"]: Member(**fields) for fields in roster["members"]}
+            self._exchange.others = set(self._members) - {self._number}
+            self._dial_members()
+            return False
+        try:
+            return self._exchange.source_frame(link, frame)
+        except SnapshotError as error:
+            self.last_error = str(error)
+            log.error("%s", error)
+            return False
+
+    def _dial_members(self) -> None:
+        """Of two that can be reached the later one dials; one that cannot be reached dials everybody who can."""
+        mine = self._members.get(self._number)
+        for number, member in self._members.items():
+            mine_to_dial = mine is not None and member.reachable and (not mine.reachable or number < mine.number)
+            if mine_to_dial and number not in self._links and number not in self._dialling:
+                self._dialling.add(number)
+                self.spawn(self._dial(number))
+
+    async def _dial(self, number: int) -> None:
+        failures = 0
+        try:
+            while (member := self._members.get(number)) is not None and member.reachable and number not in self._links:
+                if self._distrusted.get(number, 0.0) < time.monotonic():
+                    try:
+                        connection, answer = await dial(member.host, member.port, self._key, {"number": self._number})
+                    except (WireError, OSError) as error:
+                        log.info("worker %s cannot be reached: %s", member.name, error or "time-out")
+                    else:
+                        if answer.get("number") == number:
+                            self._join(connection, number)
+                            return
+                        connection.close()
+                failures += 1
+                await _pause(failures)
+        finally:
+            self._dialling.discard(number)
+
+    async def _listen(self, listener: socket.socket) -> None:
+        while True:
+            connection, _ = await self._loop.sock_accept(listener)
+            self.spawn(self._accept(connection))
+
+    async def _accept(self, connection: socket.socket) -> None:
+        try:
+            hello = await accept(connection, self._key, {"number": self._number})
+        except (WireError, OSError) as error:
+            log.warning("a connection was refused: %s", error or "time-out")
+            connection.close()
+            return
+        number = hello.get("number")
+        strangers = (SOURCE, self._number)
+        if not isinstance(number, int) or number in strangers or self._distrusted.get(number, 0.0) > time.monotonic():
+            connection.close()
+        else:
+            self._join(connection, number)
+
+    def _join(self, connection: socket.socket, number: int) -> None:
+        former = self._links.get(number)
+        if former is not None:
+            former.close()
+        self._links[number] = self._link(connection, number, self._exchange.peer_frame, self._lost_peer)
+
+    def _link(
+        self,
+        connection: socket.socket,
+        number: int,
+        on_frame: Callable[[Link, Frame], bool],
+        on_closed: Callable[[Link], None],
+    ) -> Link:
+        return Link(connection, number, buffers=self._buffers, on_frame=on_frame, on_closed=on_closed)
+
+    def _lost_peer(self, link: Link) -> None:
+        if self._links.get(link.peer) is link:
+            del self._links[link.peer]
+            self._exchange.link_lost(link)
+            self._loop.call_later(FIRST_PAUSE_S, self._dial_members)
+
+    def _distrust(self, number: int) -> None:
+        self._distrusted[number] = time.monotonic() + DISTRUST_S
+
+    def _deliver(self, delivery: Delivery) -> None:
+        with self._changed:
+            self._delivery = delivery
+            self._changed.notify_all()
+        self._wake()
+
+
+async def _pause(failures: int) -> None:
+    longest_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(failures, 16))
+    await asyncio.sleep(longest_s * random.uniform(0.5, 1.0))

@@ -1,0 +1,57 @@
+"""What a broadcast was like: who had it when, and who hindered it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class BroadcastEvent:
+    """Something that somebody did to a broadcast."""
+
+    kind: str
+    """`stalled`, `corrupt`, `replayed`, `withheld`, `unlinked`, `malformed`, `left` or `refused`."""
+    culprit: str
+    """Name of the worker that did it, or address of a stranger."""
+    reporter: str
+    """Name of who saw it."""
+    version: int | None
+    detail: str
+    unix_s: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """How one worker received a version; seconds from the start of the broadcast, and from its announcement for each chunk."""
+
+    worker: str
+    done_s: float
+    bytes_per_s: float
+    chunk_arrivals_s: tuple[float, ...] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class BroadcastRecord:
+    """One version's broadcast; `bound_s` is T* for the uplinks as they were seen, 0 while nothing is known of them."""
+
+    version: int
+    total_bytes: int
+    started_unix_s: float
+    bound_s: float
+    arrivals: tuple[Arrival, ...]
+    """In the order in which the workers had everything."""
+    sent_bytes: int
+    """What the source sent, control and repeats included."""
+
+    @property
+    def first_s(self) -> float | None:
+        return self.arrivals[0].done_s if self.arrivals else None
+
+    @property
+    def median_s(self) -> float | None:
+        return self.arrivals[(len(self.arrivals) - 1) // 2].done_s if self.arrivals else None
+
+    @property
+    def last_s(self) -> float | None:
+        return self.arrivals[-1].done_s if self.arrivals else None

@@ -1,0 +1,102 @@
+"""Forwarding of stripes: an owner passes each chunk on to all others and says when that is done.
+
+Invariants: each chunk that was given gets one credit, which names everybody who was left out; a receiver that is slower than
+the others holds up nobody: it is left out for a while and catches up by asking.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from echo2.dissemination.link import Link
+from echo2.dissemination.wire import Kind
+
+LAG_S = 0.75
+"""How long a chunk may wait for one receiver that is slower than the others."""
+LAG_RATIO = 3.0
+
+
+@dataclass(slots=True)
+class _Forwarding:
+    broadcast: int
+    chunk: int
+    body: memoryview
+    arrived_s: float
+    waiting: set[int]
+    skipped: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """`chunk` was forwarded in `service_s` to everybody but `skipped`."""
+
+    broadcast: int
+    chunk: int
+    service_s: float
+    skipped: tuple[int, ...]
+
+
+class Relay:
+    """What one worker forwards; lives in the thread of its links."""
+
+    def __init__(
+        self, links: Mapping[int, Link], on_credit: Callable[[Credit], None], release: Callable[[memoryview], None]
+    ) -> None:
+        """`links` are the other workers' by number; `release` takes back a body that is in use no longer."""
+        self._links = links
+        self._on_credit = on_credit
+        self._release = release
+        self._last_done_s = 0.0
+        self.forwarded_bytes = 0
+
+    def forward(self, broadcast: int, chunk: int, body: memoryview, targets: Iterable[int]) -> None:
+        """Send a chunk to each target that can take it."""
+        forwarding = _Forwarding(broadcast, chunk, body, time.monotonic(), set(targets))
+        ready = []
+        for target in list(forwarding.waiting):
+            link = self._links.get(target)
+            if link is None or link.closed or link.detached:
+                self._skip(forwarding, target)
+            else:
+                ready.append(link)
+        if not ready:
+            self._finish_if_done(forwarding)
+        for link in ready:
+            link.send(Kind.CHUNK, broadcast, chunk, body, done=self._when_sent(forwarding, link.peer))
+
+    def _when_sent(self, forwarding: _Forwarding, target: int) -> Callable[[bool], None]:
+        def done(sent: bool) -> None:
+            if sent:
+                forwarding.waiting.discard(target)
+                self.forwarded_bytes += len(forwarding.body)
+            else:
+                self._skip(forwarding, target)
+            self._finish_if_done(forwarding)
+
+        return done
+
+    def _skip(self, forwarding: _Forwarding, target: int) -> None:
+        forwarding.waiting.discard(target)
+        forwarding.skipped.append(target)
+
+    def _finish_if_done(self, forwarding: _Forwarding) -> None:
+        if forwarding.waiting:
+            return
+        now_s = time.monotonic()
+        service_s = now_s - max(forwarding.arrived_s, self._last_done_s)
+        self._last_done_s = now_s
+        if not forwarding.skipped:
+            self._release(forwarding.body)
+        self._on_credit(Credit(forwarding.broadcast, forwarding.chunk, service_s, tuple(forwarding.skipped)))
+
+
+def laggards(links: Iterable[Link]) -> list[Link]:
+    """Links whose oldest chunk has waited far longer than those of most others."""
+    waiting_s = {link: link.waiting_s for link in links if not link.detached}
+    if len(waiting_s) < 2:
+        return []
+    usual_s = statistics.median_low(waiting_s.values())
+    return [link for link, waited_s in waiting_s.items() if waited_s > LAG_S and waited_s > LAG_RATIO * usual_s]

@@ -1,0 +1,177 @@
+"""What goes over the connections of a broadcast: the proof of the run's token, then frames of a header and a body.
+
+Invariants: nothing but the handshake is read from a connection before the other end has proved its key; whoever dialled proves
+first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import secrets
+import socket
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from blake3 import blake3
+
+MAGIC = b"echo2-01"
+KEY_CONTEXT = "echo2 2026-11 broadcast connection key"
+HEADER = struct.Struct("!BxxxIIQ")
+LENGTH = struct.Struct("!H")
+NONCE_BYTES = 32
+PROOF_BYTES = 32
+HANDSHAKE_S = 5.0
+MAX_CONTROL_BYTES = 64 * 1024 * 1024
+MAX_DATA_BYTES = 64 * 1024 * 1024 + 16
+
+
+class Kind(IntEnum):
+    """What a frame says. S is the source, W a worker."""
+
+    ROSTER = 1
+    """S→W: the receiver's number and who takes part, as JSON."""
+    ANNOUNCE = 2
+    """S→W: a broadcast begins: manifest and salt, as JSON."""
+    CHUNK = 3
+    """Encrypted chunk for the receiver alone."""
+    STRIPE = 4
+    """S→W: encrypted chunk to keep and to forward to all others."""
+    FORWARD = 5
+    """S→W: the workers that the next stripe of this chunk is forwarded to, instead of all."""
+    CREDIT = 6
+    """W→S: the stripe's chunk was forwarded: seconds that took, and workers that were left out."""
+    MISSED = 7
+    """S→W: chunks that nobody will send unasked."""
+    PROGRESS = 8
+    """W→S: bitmap of the chunks that arrived."""
+    DONE = 9
+    """W→S: everything arrived and is right: seconds from the announcement to each chunk."""
+    ASK = 10
+    """Chunks that the asker wants."""
+    LACK = 11
+    """Chunks that were asked for and are not here."""
+    REPORT = 12
+    """W→S: another worker misbehaves, as JSON."""
+    WITHDRAWN = 13
+    """S→W: this broadcast is no longer served."""
+
+
+DATA = frozenset((Kind.CHUNK, Kind.STRIPE))
+
+
+class WireError(Exception):
+    """The other end is not of this run, or breaks the protocol; the connection is of no use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One frame as it arrived; `body` is valid until the handler returns."""
+
+    kind: Kind
+    broadcast: int
+    chunk: int
+    body: memoryview
+
+
+def pack_bits(bits: int) -> bytes:
+    """A set of chunks as the body of a frame."""
+    return bits.to_bytes((bits.bit_length() + 7) // 8, "little")
+
+
+def unpack_bits(body: memoryview) -> int:
+    return int.from_bytes(body, "little")
+
+
+def connection_key(token: str, run_id: str) -> bytes:
+    """Key, 32 bytes, that both ends of a connection prove to hold."""
+    return blake3(f"{run_id}\0{token}".encode(), derive_key_context=KEY_CONTEXT).digest()
+
+
+async def dial(host: str, port: int, key: bytes, hello: dict[str, Any]) -> tuple[socket.socket, dict[str, Any]]:
+    """Connect and prove; returns the socket and the other end's hello. Raises WireError, OSError or TimeoutError."""
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(HANDSHAKE_S):
+        family, _, _, _, address = (await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0]
+        connection = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            prepare(connection)
+            await loop.sock_connect(connection, address)
+            mine = _packed(hello) + secrets.token_bytes(NONCE_BYTES)
+            await loop.sock_sendall(connection, MAGIC + mine)
+            theirs, their_hello = await _read_hello(connection)
+            transcript = mine + theirs
+            await loop.sock_sendall(connection, _proof(key, b"dialer", transcript))
+            await _check_proof(connection, key, b"acceptor", transcript)
+        except BaseException:
+            connection.close()
+            raise
+    return connection, their_hello
+
+
+async def accept(connection: socket.socket, key: bytes, hello: dict[str, Any]) -> dict[str, Any]:
+    """Let the dialer prove itself, then prove; returns its hello. Raises WireError, OSError or TimeoutError."""
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(HANDSHAKE_S):
+        prepare(connection)
+        if await _read(connection, len(MAGIC)) != MAGIC:
+            raise WireError("the connection does not speak this protocol")
+        theirs, their_hello = await _read_hello(connection)
+        mine = _packed(hello) + secrets.token_bytes(NONCE_BYTES)
+        await loop.sock_sendall(connection, mine)
+        transcript = theirs + mine
+        await _check_proof(connection, key, b"dialer", transcript)
+        await loop.sock_sendall(connection, _proof(key, b"acceptor", transcript))
+    return their_hello
+
+
+def prepare(connection: socket.socket) -> None:
+    """Options of a bulk connection: no delay, death noticed within seconds."""
+    connection.setblocking(False)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+
+
+def _packed(hello: dict[str, Any]) -> bytes:
+    body = json.dumps(hello).encode()
+    return LENGTH.pack(len(body)) + body
+
+
+async def _read(connection: socket.socket, count: int) -> bytes:
+    loop = asyncio.get_running_loop()
+    body = bytearray(count)
+    view = memoryview(body)
+    while view:
+        got = await loop.sock_recv_into(connection, view)
+        if not got:
+            raise WireError("the other end closed the connection before both had proved their token")
+        view = view[got:]
+    return bytes(body)
+
+
+async def _read_hello(connection: socket.socket) -> tuple[bytes, dict[str, Any]]:
+    length = await _read(connection, LENGTH.size)
+    body = await _read(connection, LENGTH.unpack(length)[0] + NONCE_BYTES)
+    try:
+        hello = json.loads(body[:-NONCE_BYTES])
+    except ValueError:
+        raise WireError("the greeting is not JSON") from None
+    if not isinstance(hello, dict):
+        raise WireError("the greeting is not a JSON object")
+    return length + body, hello
+
+
+async def _check_proof(connection: socket.socket, key: bytes, role: bytes, transcript: bytes) -> None:
+    if not hmac.compare_digest(await _read(connection, PROOF_BYTES), _proof(key, role, transcript)):
+        raise WireError("the other end holds another token or belongs to another run")
+
+
+def _proof(key: bytes, role: bytes, transcript: bytes) -> bytes:
+    return hmac.digest(key, role + transcript, hashlib.sha256)

@@ -1,0 +1,89 @@
+"""A source and workers on loopback, for tests of the broadcast."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from echo2.dissemination.manifest import Manifest, describe, sign, signing_key
+from echo2.dissemination.peer import Peer
+from echo2.dissemination.source import Source
+
+RUN_ID = "run-a"
+TOKEN = "secret"
+CHUNK_BYTES = 32 * 1024
+MB = 1_000_000
+
+WORKER = """
+import hashlib, sys
+from echo2.dissemination.peer import Peer
+peer = Peer("run-a", "secret", sys.argv[1], ("127.0.0.1", int(sys.argv[2])), host="127.0.0.1")
+peer.start()
+while True:
+    delivery = peer.wait(60)
+    print(delivery.manifest.version, hashlib.sha256(delivery.payload).hexdigest(), flush=True)
+"""
+
+
+def snapshot(version: int, total_bytes: int) -> tuple[Manifest, bytes]:
+    payload = random.Random(version).randbytes(total_bytes)
+    return sign(describe(payload, RUN_ID, version, CHUNK_BYTES), signing_key(TOKEN)), payload
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Raises AssertionError if the condition does not come true in time."""
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end_s, "it did not come true in time"
+        time.sleep(0.005)
+
+
+@dataclass
+class Fleet:
+    source: Source
+    peers: list[Peer] = field(default_factory=list)
+    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def add(self, name: str, **options: object) -> Peer:
+        peer = Peer(RUN_ID, TOKEN, name, self.source.address, host="127.0.0.1", **options)
+        peer.start()
+        self.peers.append(peer)
+        return peer
+
+    def add_process(self, name: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", WORKER, name, str(self.source.address[1])]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.processes.append(process)
+        return process
+
+    def wait_connected(self) -> None:
+        count = len(self.peers) + len(self.processes)
+        until(lambda: len(self.source.workers) == count and all(peer.peers >= count - 1 for peer in self.peers))
+
+    def kinds(self, culprit: str) -> set[str]:
+        return {event.kind for event in self.source.events if event.culprit == culprit}
+
+
+@contextmanager
+def fleet(workers: int, **options: object) -> Iterator[Fleet]:
+    """A source and this many workers, w0 and on, all connected to each other."""
+    source = Source(RUN_ID, TOKEN, host="127.0.0.1", **options)
+    source.start()
+    started = Fleet(source)
+    try:
+        for number in range(workers):
+            started.add(f"w{number}")
+        started.wait_connected()
+        yield started
+    finally:
+        for process in started.processes:
+            process.kill()
+            process.wait()
+        for peer in started.peers:
+            peer.stop()
+        source.stop()
