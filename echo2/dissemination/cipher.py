@@ -36,7 +36,7 @@ class ChunkCipher:
         self._aead = AESGCM(key)
         self._manifest = manifest
         self._digests = [bytes.fromhex(digest) for digest in manifest.chunk_digests]
-        self._about = f"{manifest.run_id}\0{manifest.snapshot_id}".encode()
+        self._about = f"{manifest.run_id}\0{manifest.snapshot_id}\0{manifest.payload_digest}".encode()
 
     def sealed_bytes(self, chunk: int) -> int:
         """Length of a chunk on the wire."""
