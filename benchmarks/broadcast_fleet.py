@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from benchmarks.wan import Host, Wan
-from echo2.dissemination.plan import Origin, Receiver, fluid_bound_s
+from echo2.dissemination.broadcast.plan import Origin, Receiver, fluid_bound_s
 
 REPOSITORY = Path(__file__).parent.parent
 MBIT = 1e6 / 8

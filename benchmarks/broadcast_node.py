@@ -13,10 +13,10 @@ import threading
 import time
 from typing import Any
 
-from echo2.dissemination.cipher import ChunkCipher
+from echo2.dissemination.broadcast.cipher import ChunkCipher
+from echo2.dissemination.broadcast.peer import Peer
+from echo2.dissemination.broadcast.source import Source
 from echo2.dissemination.manifest import describe, sign, signing_key
-from echo2.dissemination.peer import Peer
-from echo2.dissemination.source import Source
 
 RUN_ID = "benchmark"
 TOKEN = "a token of the benchmark"

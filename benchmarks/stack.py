@@ -92,6 +92,7 @@ class Regime:
             "batch.drop_zero_variance": "false",
             "staleness.bound": self.staleness_bound,
             "staleness.publish_interval": self.publish_interval,
+            "dissemination.peers": "false",
             "dissemination.uplink_bytes_per_s": WORKERS * SNAPSHOT_BYTES / self.transfer_s if self.transfer_s else 0.0,
             "flow.artifact_interval_s": 600.0,
             "run.steps": self.steps,

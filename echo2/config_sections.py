@@ -218,6 +218,12 @@ class WorkerSection(Section):
     """A worker that cannot reach its hub for this long ends itself."""
     request_timeout_s: PositiveFloat = 30.0
     """Time-out of one request to the hub, long-polls excepted by the time they ask for."""
+    peer_host: str = ""
+    """Address on which other workers may connect to pass snapshots on; empty for all, or 127.0.0.1 where the hub is there."""
+    peer_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port for that; 0 lets the system choose a free one."""
+    peer_advertised_host: str = ""
+    """Address that the others are told; empty for the one from which this worker reaches the hub."""
     simulated_group_latency_s: PositiveFloat = 0.2
     """`simulated` engine: seconds that a group takes, on average."""
     simulated_latency_cv: Annotated[float, Field(ge=0.0, le=10.0)] = 0.0
@@ -242,6 +248,10 @@ class DisseminationSection(Section):
 
     chunk_bytes: Annotated[int, Field(ge=1024, le=64 * 1024 * 1024)] = 256 * 1024
     """Size of the pieces that are sent and checked one by one."""
+    peers: bool = True
+    """Workers pass snapshots on to each other, over sockets of their own; False has each of them fetch from the hub."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port of the hub's host for the broadcast among peers; 0 lets the system choose a free one."""
     deltas: bool = True
     """Send workers the lossless difference from the version that they hold, where that is smaller than the whole."""
     retain_snapshots: PositiveInt = 8

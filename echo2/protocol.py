@@ -75,6 +75,8 @@ class WorkerWelcome(Wire):
     sampling: Sampling
     config: dict[str, Any]
     """The run's configuration, as `echo2.config.Config` reads it."""
+    broadcast_port: int | None = None
+    """Port of the hub's host where the broadcast is joined; None where there is none."""
 
 
 class Telemetry(Wire):

@@ -97,8 +97,8 @@ class Terms:
 def what_if(terms: Terms, measured_in: Config, config: Config, given: Collection[str]) -> Terms:
     """`terms` that were measured with one configuration, as they are to be expected with another one.
 
-    The learner's work grows with B, μ with the workers and, where a capped uplink is shared, D_tx with the workers and against
-    the cap. Keys of [capacity] that the user has `given` count instead of what was measured.
+    The learner's work grows with B, μ with the workers and, where they share a capped uplink without passing snapshots on, D_tx
+    with the workers and against the cap. Keys of [capacity] that the user has `given` count instead of what was measured.
     """
     changes: dict[str, Any] = {}
     provenance = dict(terms.provenance)
@@ -107,7 +107,7 @@ def what_if(terms: Terms, measured_in: Config, config: Config, given: Collection
         provenance["T"] = f"in proportion to B = {groups}; {terms.provenance['T']} with B = {former}"
     workers = config.fleet.workers or terms.workers
     cap, former_cap = config.dissemination.uplink_bytes_per_s, measured_in.dissemination.uplink_bytes_per_s
-    if cap and former_cap and (workers != terms.workers or cap != former_cap):
+    if cap and former_cap and not config.dissemination.peers and (workers != terms.workers or cap != former_cap):
         changes["transfer_s"] = terms.transfer_s * workers / terms.workers * former_cap / cap
         provenance["D_tx"] = f"in proportion to workers over uplink; {terms.provenance['D_tx']} with {terms.workers} workers"
     terms = replace(terms.with_workers(workers), provenance=provenance, **changes)

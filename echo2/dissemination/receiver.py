@@ -17,6 +17,7 @@ from typing import Protocol
 
 from blake3 import blake3
 
+from echo2.dissemination.broadcast.arrivals import Arrivals
 from echo2.dissemination.delta import apply_delta
 from echo2.dissemination.manifest import Manifest, SnapshotWithdrawn, signing_key, verify
 from echo2.errors import SnapshotError, WaitTimeout
@@ -179,11 +180,16 @@ class SnapshotFollower:
         run_id: str,
         token: str,
         *,
+        arrivals: Arrivals | None = None,
         wait_s: float = 20.0,
         on_arrival: Callable[[], None] = lambda: None,
     ) -> None:
-        """`wait_s` is the length of one long-poll; `on_arrival` is called in the thread when there is something to take."""
+        """`wait_s` is the length of one long-poll; `on_arrival` is called in the thread when there is something to take.
+
+        What `arrivals` bring is not fetched from `source`; they are closed with the follower.
+        """
         self._source = source
+        self._arrivals = arrivals
         self._run_id = run_id
         self._key = signing_key(token)
         self._wait_s = wait_s
@@ -227,6 +233,8 @@ class SnapshotFollower:
         """End the thread, waiting up to `timeout_s`; a long-poll under way ends by itself and delivers nothing."""
         self._stopping.set()
         self._thread.join(timeout_s)
+        if self._arrivals is not None:
+            self._arrivals.close()
 
     def _raise_if_dead(self) -> None:
         if self._ended and not self._stopping.is_set():
@@ -282,6 +290,13 @@ class SnapshotFollower:
         return ReceivedSnapshot(route[-1], weights, time.monotonic() - start_s, fetched_bytes)
 
     def _fetch(self, manifest: Manifest) -> bytes:
+        """The payload, as it arrives by itself or else from the source. Raises SnapshotError if it cannot be had."""
+        verify(manifest, self._key, self._run_id)
+        if self._arrivals is not None:
+            arrived = self._arrivals.payload(manifest, self._stopping.is_set)
+            if arrived is not None:
+                return arrived
+
         def fetch(first_chunk: int, count: int) -> Iterator[bytes]:
             for piece in self._source.stream(manifest, first_chunk, count):
                 if self._stopping.is_set():

@@ -143,6 +143,13 @@ class SnapshotStore:
         """The verified manifest of `version` in full. Raises SnapshotWithdrawn if there is none, SnapshotError if damaged."""
         return self._resolve(version)[0]
 
+    def smallest(self, version: int) -> tuple[Manifest, Path]:
+        """What a holder of the version before needs: the delta, else the weights. Raises SnapshotWithdrawn if there is none."""
+        manifest, folder = self._resolve(version)
+        with contextlib.suppress(FileNotFoundError):
+            return self._read_manifest(folder / DELTA_MANIFEST_NAME), folder / DELTA_NAME
+        return manifest, folder / PAYLOAD_NAME
+
     def path(self, version: int) -> Path:
         """File that holds the weights of `version`. Raises SnapshotWithdrawn if there is none."""
         return self._resolve(version)[1] / PAYLOAD_NAME

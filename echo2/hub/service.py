@@ -15,9 +15,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from echo2.dissemination.broadcast.record import BroadcastEvent
 from echo2.dissemination.manifest import Manifest
 from echo2.dissemination.store import SnapshotStore
 from echo2.errors import SnapshotError, UserError
+from echo2.hub.broadcaster import Broadcaster
 from echo2.hub.database import Database
 from echo2.hub.group_book import rules_of
 from echo2.hub.inspection import describe_run
@@ -35,6 +37,7 @@ from echo2.tasks.tokenizer import check_agreement, load_tokenizer
 
 log = logging.getLogger(__name__)
 SWEEP_INTERVAL_S = 0.5
+BROADCAST_PORT = "broadcast_port"
 Result = TypeVar("Result")
 
 
@@ -75,6 +78,8 @@ class Hub:
     async def start(self) -> None:
         """Take up what an earlier hub left, and begin the chores."""
         await self.durably(self.roster.forgive_silence)
+        if self.run.config.dissemination.peers:
+            await self._start_broadcaster()
         for group_id in await self.durably(self.ledger.generated_groups):
             self._to_score.put_nowait(group_id)
         scorers = [self._score_groups() for _ in range(2 * self.run.config.hub.scoring_processes)]
@@ -89,6 +94,27 @@ class Hub:
             self.failed = True
             os.kill(os.getpid(), signal.SIGTERM)
 
+    async def _start_broadcaster(self) -> None:
+        """Raises UserError if the configured port cannot be had."""
+        former = await self.durably(self._db.get, BROADCAST_PORT)
+        loop, dissemination = asyncio.get_running_loop(), self.run.config.dissemination
+
+        def on_event(event: BroadcastEvent) -> None:
+            told = f"{event.detail}, says {event.reporter}"
+            asyncio.run_coroutine_threadsafe(
+                self.durably(self.roster.note, f"broadcast: {event.kind}", event.culprit, told), loop
+            )
+
+        try:
+            self._broadcaster = Broadcaster(
+                self.run.config, self.run.run_id, self.run.token, self.store, int(former or 0), on_event
+            )
+        except OSError as error:
+            raise UserError(
+                f"dissemination.port = {dissemination.port} cannot be listened on ({error.strerror}): choose another one"
+            ) from None
+        await self.durably(self._db.set, BROADCAST_PORT, str(self._broadcaster.port))
+
     def release_waiters(self) -> None:
         """The hub is about to stop: answer every long-poll now."""
         for waited_for in (self.leases_open, self.groups_ready, self.snapshot_announced, self.snapshot_loaded):
@@ -99,6 +125,8 @@ class Hub:
             chore.cancel()
         # One that failed has said so already, and must not keep the others from their end.
         await asyncio.gather(*self._chores, return_exceptions=True)
+        if self._broadcaster is not None:
+            await asyncio.to_thread(self._broadcaster.stop)
         await asyncio.to_thread(self._scoring.close)
         await self._look(self._view.close)
         await self.durably(self._db.close)
@@ -116,7 +144,11 @@ class Hub:
         for lost in former:
             await self._reopen_leases(lost)
         return WorkerWelcome(
-            worker_id=worker_id, run_id=self.run.run_id, sampling=self.sampling, config=self.run.config.model_dump(mode="json")
+            worker_id=worker_id,
+            run_id=self.run.run_id,
+            sampling=self.sampling,
+            config=self.run.config.model_dump(mode="json"),
+            broadcast_port=self._broadcaster.port if self._broadcaster else None,
         )
 
     async def loaded(self, worker_id: str, telemetry: Telemetry) -> None:
@@ -245,6 +277,8 @@ class Hub:
         manifest = self.store.manifest(version)
         await self.durably(self.ledger.announce, version)
         self.store.sweep(self.run.config.dissemination.retain_snapshots)
+        if self._broadcaster is not None:
+            self._broadcaster.announce(version)
         self.snapshot_announced.fire()
         return manifest
 

@@ -15,8 +15,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from echo2.config import Config
+from echo2.dissemination.broadcast.arrivals import Arrivals, BroadcastArrivals
+from echo2.dissemination.broadcast.peer import Peer
 from echo2.dissemination.manifest import Manifest
 from echo2.dissemination.receiver import ReceivedSnapshot, SnapshotFollower, SourceUnavailable
 from echo2.errors import SnapshotError, UserError
@@ -31,6 +34,7 @@ from echo2.rollout.pulse import Pulse
 log = logging.getLogger(__name__)
 NOTICE_S = 20.0
 PATIENCE_S = 5.0
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class Orphaned(UserError):
@@ -80,7 +84,9 @@ class Worker:
         self._pulse = Pulse(client, name, welcome.worker_id, config.worker.heartbeat_interval_s, lambda: self._telemetry)
         self._leases = LeaseTaker(client, self._pulse, config.worker.slots, self._news)
         self._outbox = Outbox(client, self._news)
-        self._follower = SnapshotFollower(HubSource(client), self._run_id, token, on_arrival=self._wake)
+        self._follower = SnapshotFollower(
+            HubSource(client), self._run_id, token, arrivals=self._join_broadcast(name, welcome), on_arrival=self._wake
+        )
 
     @property
     def run_ended(self) -> bool:
@@ -167,6 +173,28 @@ class Worker:
             )
         for thread in (self._pulse, self._leases, self._outbox):
             thread.raise_if_failed()
+
+    def _join_broadcast(self, name: str, welcome: WorkerWelcome) -> Arrivals | None:
+        """Take part in the broadcast if the hub has one. Raises UserError if this worker's own port cannot be had."""
+        if welcome.broadcast_port is None:
+            return None
+        host, own = urlsplit(self._client.url).hostname or "", self._config.worker
+        try:
+            peer = Peer(
+                self._run_id,
+                self._token,
+                name,
+                (host, welcome.broadcast_port),
+                host=own.peer_host or ("127.0.0.1" if host in LOOPBACK else "0.0.0.0"),
+                port=own.peer_port,
+                advertised_host=own.peer_advertised_host,
+            )
+        except OSError as error:
+            raise UserError(
+                f"worker.peer_host = {own.peer_host!r} with worker.peer_port = {own.peer_port} cannot be listened on "
+                f"({error.strerror}): choose another one"
+            ) from None
+        return BroadcastArrivals(peer)
 
     def _make_engine(self) -> Engine:
         with tempfile.TemporaryDirectory(prefix="echo2-model-") as folder:

@@ -9,7 +9,8 @@ from echo2.capacity.slow_end import slow_end_latency_s
 from echo2.capacity.terms import ESTIMATE, GIVEN, call_slots, estimate_terms, what_if
 from echo2.config import Config, load_config, override
 
-MEASURED_IN = load_config([], ["batch.groups=32", "fleet.workers=2", "dissemination.uplink_bytes_per_s=1e6"])
+STAR = ("dissemination.peers=false", "dissemination.uplink_bytes_per_s=1e6")
+MEASURED_IN = load_config([], ["batch.groups=32", "fleet.workers=2", *STAR])
 TERMS = estimate_terms(MEASURED_IN, 2)
 
 
@@ -32,8 +33,9 @@ def test_more_workers_complete_more_and_share_a_capped_uplink() -> None:
     assert terms.groups_per_s == pytest.approx(3 * TERMS.groups_per_s)
     assert terms.transfer_s == pytest.approx(3 * TERMS.transfer_s)
     assert "with 2 workers" in terms.provenance["D_tx"]
-    free = override(MEASURED_IN, ["dissemination.uplink_bytes_per_s=0.0"])
-    assert what_if(TERMS, free, override(free, ["fleet.workers=6"]), ()).transfer_s == TERMS.transfer_s
+    for other in ("dissemination.uplink_bytes_per_s=0.0", "dissemination.peers=true"):
+        free = override(MEASURED_IN, [other])
+        assert what_if(TERMS, free, override(free, ["fleet.workers=6"]), ()).transfer_s == TERMS.transfer_s
 
 
 def test_twice_the_uplink_halves_the_transfer() -> None:

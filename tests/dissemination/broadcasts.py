@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from echo2.dissemination.broadcast.peer import Peer
+from echo2.dissemination.broadcast.source import Source
 from echo2.dissemination.manifest import Manifest, describe, sign, signing_key
-from echo2.dissemination.peer import Peer
-from echo2.dissemination.source import Source
 
 RUN_ID = "run-a"
 TOKEN = "secret"
@@ -21,7 +21,7 @@ MB = 1_000_000
 
 WORKER = """
 import hashlib, sys
-from echo2.dissemination.peer import Peer
+from echo2.dissemination.broadcast.peer import Peer
 peer = Peer("run-a", "secret", sys.argv[1], ("127.0.0.1", int(sys.argv[2])), host="127.0.0.1")
 peer.start()
 while True:

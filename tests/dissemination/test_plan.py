@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echo2.dissemination.plan import Dealer, Origin, Receiver, fluid_bound_s, plan_broadcast
+from echo2.dissemination.broadcast.plan import Dealer, Origin, Receiver, fluid_bound_s, plan_broadcast
 
 MBIT = 1e6 / 8
 CHUNK_BYTES = 64 * 1024

@@ -6,9 +6,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echo2.dissemination.cipher import ChunkCipher, ChunkRefused, fresh_salt
+from echo2.dissemination.broadcast.cipher import ChunkCipher, ChunkRefused, fresh_salt
+from echo2.dissemination.broadcast.reception import (
+    ASKED_AT_ONCE,
+    PATIENCE_S,
+    SOURCE,
+    CatchUp,
+    Reception,
+    Rooms,
+    bits_of,
+    chunks_of,
+)
 from echo2.dissemination.manifest import describe, sign, signing_key
-from echo2.dissemination.reception import ASKED_AT_ONCE, PATIENCE_S, SOURCE, CatchUp, Reception, Rooms, bits_of, chunks_of
 
 PAYLOAD = random.Random(0).randbytes(1000)
 MANIFEST = sign(describe(PAYLOAD, "run-a", 7, 64), signing_key("secret"))

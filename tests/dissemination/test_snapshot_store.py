@@ -31,7 +31,9 @@ def hidden_names(folder: Path) -> list[str]:
 
 def test_what_was_published_is_read_back_by_another_store(tmp_path: Path) -> None:
     payloads = {version: random_payload(version) for version in (0, 1, 12)}
-    published = {version: make_store(tmp_path).publish(version, payload, CHUNK_BYTES).manifest for version, payload in payloads.items()}
+    published = {
+        version: make_store(tmp_path).publish(version, payload, CHUNK_BYTES).manifest for version, payload in payloads.items()
+    }
     reader = make_store(tmp_path)
     assert reader.versions() == [0, 1, 12]
     assert reader.newest() == published[12]

@@ -5,8 +5,8 @@ import time
 import pytest
 from broadcasts import CHUNK_BYTES, MB, RUN_ID, TOKEN, fleet, snapshot, until
 
+from echo2.dissemination.broadcast.peer import Peer
 from echo2.dissemination.manifest import describe, sign, signing_key
-from echo2.dissemination.peer import Peer
 from echo2.errors import WaitTimeout
 
 

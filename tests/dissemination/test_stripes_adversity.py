@@ -8,10 +8,10 @@ import time
 import pytest
 from broadcasts import CHUNK_BYTES, MB, RUN_ID, TOKEN, fleet, snapshot, until
 
+from echo2.dissemination.broadcast.peer import Peer
+from echo2.dissemination.broadcast.relay import Credit
+from echo2.dissemination.broadcast.wire import HEADER, MAX_DATA_BYTES, Kind, WireError, connection_key, dial
 from echo2.dissemination.manifest import describe, sign, signing_key
-from echo2.dissemination.peer import Peer
-from echo2.dissemination.relay import Credit
-from echo2.dissemination.wire import HEADER, MAX_DATA_BYTES, Kind, WireError, connection_key, dial
 from echo2.errors import WaitTimeout
 
 

@@ -14,15 +14,15 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from echo2.dissemination.cipher import ChunkCipher
-from echo2.dissemination.link import Link
+from echo2.dissemination.broadcast.cipher import ChunkCipher
+from echo2.dissemination.broadcast.link import Link
+from echo2.dissemination.broadcast.peer import Member
+from echo2.dissemination.broadcast.plan import HORIZON_S, Deal, Dealer, Origin, Receiver, fluid_bound_s
+from echo2.dissemination.broadcast.reception import bits_of, chunks_of
+from echo2.dissemination.broadcast.record import Arrival, BroadcastEvent, BroadcastRecord
+from echo2.dissemination.broadcast.relay import laggards
+from echo2.dissemination.broadcast.wire import Frame, Kind, pack_bits, unpack_bits
 from echo2.dissemination.manifest import Manifest
-from echo2.dissemination.peer import Member
-from echo2.dissemination.plan import HORIZON_S, Deal, Dealer, Origin, Receiver, fluid_bound_s
-from echo2.dissemination.reception import bits_of, chunks_of
-from echo2.dissemination.record import Arrival, BroadcastEvent, BroadcastRecord
-from echo2.dissemination.relay import laggards
-from echo2.dissemination.wire import Frame, Kind, pack_bits, unpack_bits
 
 STALL_S = 1.5
 """An owner with a backlog that returns no credit for so long is passed over."""

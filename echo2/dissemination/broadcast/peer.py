@@ -18,10 +18,10 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from echo2.dissemination.exchange import Delivery, Exchange
-from echo2.dissemination.link import Buffers, Link
-from echo2.dissemination.reception import SOURCE
-from echo2.dissemination.wire import Frame, Kind, WireError, accept, connection_key, dial
+from echo2.dissemination.broadcast.exchange import Delivery, Exchange
+from echo2.dissemination.broadcast.link import Buffers, Link
+from echo2.dissemination.broadcast.reception import SOURCE
+from echo2.dissemination.broadcast.wire import Frame, Kind, WireError, accept, connection_key, dial
 from echo2.errors import SnapshotError, WaitTimeout
 
 log = logging.getLogger(__name__)
@@ -161,6 +161,11 @@ class Peer(LoopThread):
     @property
     def forwarded_bytes(self) -> int:
         return self._exchange.relay.forwarded_bytes
+
+    @property
+    def received_bytes(self) -> int:
+        """What arrived and was new."""
+        return self._exchange.received_bytes
 
     @property
     def duplicate_bytes(self) -> int:

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from echo2.dissemination.link import Link
-from echo2.dissemination.wire import Kind
+from echo2.dissemination.broadcast.link import Link
+from echo2.dissemination.broadcast.wire import Kind
 
 LAG_S = 0.75
 """How long a chunk may wait for one receiver that is slower than the others."""

@@ -19,14 +19,14 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from echo2.dissemination.cipher import fresh_salt
-from echo2.dissemination.dealing import Dealing, Uplink, Worker
-from echo2.dissemination.link import Buffers, Link
+from echo2.dissemination.broadcast.cipher import fresh_salt
+from echo2.dissemination.broadcast.dealing import Dealing, Uplink, Worker
+from echo2.dissemination.broadcast.link import Buffers, Link
+from echo2.dissemination.broadcast.peer import TICK_S, LoopThread, Member
+from echo2.dissemination.broadcast.reception import SOURCE
+from echo2.dissemination.broadcast.record import BroadcastEvent, BroadcastRecord
+from echo2.dissemination.broadcast.wire import Frame, Kind, WireError, accept, connection_key, dial
 from echo2.dissemination.manifest import Manifest
-from echo2.dissemination.peer import TICK_S, LoopThread, Member
-from echo2.dissemination.reception import SOURCE
-from echo2.dissemination.record import BroadcastEvent, BroadcastRecord
-from echo2.dissemination.wire import Frame, Kind, WireError, accept, connection_key, dial
 from echo2.errors import WaitTimeout
 
 log = logging.getLogger(__name__)

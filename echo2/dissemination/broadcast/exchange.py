@@ -14,12 +14,12 @@ from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from echo2.dissemination.cipher import ChunkCipher, ChunkRefused
-from echo2.dissemination.link import Buffers, Link
+from echo2.dissemination.broadcast.cipher import ChunkCipher, ChunkRefused
+from echo2.dissemination.broadcast.link import Buffers, Link
+from echo2.dissemination.broadcast.reception import SOURCE, Reception, Rooms, chunks_of
+from echo2.dissemination.broadcast.relay import Credit, Relay, laggards
+from echo2.dissemination.broadcast.wire import Frame, Kind, pack_bits, unpack_bits
 from echo2.dissemination.manifest import Manifest, parse_manifest, signing_key, verify
-from echo2.dissemination.reception import SOURCE, Reception, Rooms, chunks_of
-from echo2.dissemination.relay import Credit, Relay, laggards
-from echo2.dissemination.wire import Frame, Kind, pack_bits, unpack_bits
 
 PROGRESS_S = 0.25
 ALONE_S = 2.0
@@ -71,6 +71,8 @@ class Exchange:
         """The connection to the source while there is one."""
         self.others: set[int] = set()
         """Numbers of all other workers that take part."""
+        self.received_bytes = 0
+        """What arrived and was new."""
         self.duplicate_bytes = 0
         """What arrived and was here already."""
 
@@ -178,6 +180,8 @@ class Exchange:
         except ChunkRefused as refusal:
             self._distrust(link, frame, str(refusal))
             return False
+        if fresh:
+            self.received_bytes += len(frame.body)
         if not fresh:
             self.duplicate_bytes += len(frame.body)
         elif reception.complete:

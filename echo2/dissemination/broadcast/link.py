@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from echo2.dissemination.wire import DATA, HEADER, MAX_CONTROL_BYTES, MAX_DATA_BYTES, Frame, Kind, WireError
+from echo2.dissemination.broadcast.wire import DATA, HEADER, MAX_CONTROL_BYTES, MAX_DATA_BYTES, Frame, Kind, WireError
 
 UNSENT_S = 0.04
 """What the kernel may hold of a connection's bytes beyond its congestion window, in seconds of the rate it was seen to have: so

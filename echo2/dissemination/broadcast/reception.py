@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from echo2.dissemination.cipher import ChunkCipher
+from echo2.dissemination.broadcast.cipher import ChunkCipher
 from echo2.dissemination.manifest import Manifest
 
 SOURCE = 0

@@ -1,0 +1,70 @@
+"""The hub's end of the broadcast: each announced snapshot goes to the workers by way of each other.
+
+Invariants: what is broadcast is what the store holds, as a delta where it has one; a worker that the broadcast does not serve
+fetches from the hub over HTTP; what workers are accused of is handed to the caller, never acted on here.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from collections.abc import Callable
+from pathlib import Path
+
+from echo2.config import Config
+from echo2.dissemination.broadcast.record import BroadcastEvent
+from echo2.dissemination.broadcast.source import Source
+from echo2.dissemination.store import SnapshotStore
+
+log = logging.getLogger(__name__)
+
+
+class Broadcaster:
+    """A broadcast source over the snapshots of a store."""
+
+    def __init__(
+        self,
+        config: Config,
+        run_id: str,
+        token: str,
+        store: SnapshotStore,
+        former_port: int,
+        on_event: Callable[[BroadcastEvent], None],
+    ) -> None:
+        """Listens on the configured port, else on `former_port` so that workers find it again after a restart, else on any.
+
+        Raises OSError if a configured port cannot be had.
+        """
+        self._store = store
+        cap = config.dissemination.uplink_bytes_per_s or None
+
+        def source(port: int) -> Source:
+            return Source(run_id, token, host=config.hub.host, port=port, uplink_bytes_per_s=cap, on_event=on_event)
+
+        try:
+            self._source = source(config.dissemination.port or former_port)
+        except OSError:
+            if config.dissemination.port:
+                raise
+            self._source = source(0)
+        self._source.start()
+
+    @property
+    def port(self) -> int:
+        """Where workers connect to."""
+        return self._source.address[1]
+
+    def announce(self, version: int) -> None:
+        """Bring the snapshot of `version` to every connected worker; raises SnapshotError if the store does not hold it."""
+        manifest, file = self._store.smallest(version)
+        self._source.broadcast(manifest, _mapped(file))
+
+    def stop(self) -> None:
+        """Close every connection."""
+        self._source.stop()
+
+
+def _mapped(file: Path) -> memoryview:
+    """The file's bytes; they stay readable when the file is deleted."""
+    with file.open("rb") as opened:
+        return memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))

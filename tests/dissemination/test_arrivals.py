@@ -1,0 +1,75 @@
+"""A worker's follower with a broadcast beside its source."""
+
+import time
+
+import pytest
+from broadcasts import RUN_ID, TOKEN, snapshot
+
+from echo2.dissemination.broadcast.arrivals import BroadcastArrivals
+from echo2.dissemination.broadcast.peer import Peer
+from echo2.dissemination.broadcast.source import Source
+
+
+@pytest.fixture
+def source():
+    source = Source(RUN_ID, TOKEN, host="127.0.0.1")
+    source.start()
+    yield source
+    source.stop()
+
+
+@pytest.fixture
+def arrivals(source):
+    joined = []
+
+    def join(name="w", address=None):
+        peer = Peer(RUN_ID, TOKEN, name, address or source.address, host="127.0.0.1")
+        joined.append(BroadcastArrivals(peer))
+        return joined[-1]
+
+    yield join
+    for one in joined:
+        one.close()
+
+
+def never():
+    return False
+
+
+def test_what_is_broadcast_arrives_under_its_manifest(source, arrivals):
+    manifest, payload = snapshot(1, 300_000)
+    receiving = [arrivals(name) for name in ("a", "b", "c")]
+    source.broadcast(manifest, payload)
+    for one in receiving:
+        assert one.payload(manifest, never) == payload
+        assert one.payload(manifest, never) == payload, "it can be asked for again"
+
+
+def test_nobody_waits_for_what_another_version_has_overtaken(source, arrivals):
+    (old, _), (new, payload) = snapshot(1, 300_000), snapshot(2, 300_000)
+    one = arrivals()
+    source.broadcast(new, payload)
+    assert one.payload(new, never) == payload
+    began = time.monotonic()
+    assert one.payload(old, never) is None
+    assert time.monotonic() - began < 1
+
+
+def test_nobody_waits_for_a_source_that_is_away_or_brings_nothing(source, arrivals, monkeypatch, caplog):
+    monkeypatch.setattr("echo2.dissemination.broadcast.arrivals.CONNECT_S", 0.3)
+    monkeypatch.setattr("echo2.dissemination.broadcast.arrivals.STALL_S", 0.6)
+    manifest, payload = snapshot(1, 300_000)
+    lonely = arrivals("lonely", address=("127.0.0.1", 1))
+    assert lonely.payload(manifest, never) is None
+    assert lonely.payload(manifest, never) is None
+    assert caplog.text.count("version 1 is fetched from the hub") == 1
+    idle = arrivals("idle")
+    assert idle.payload(manifest, never) is None
+    source.broadcast(manifest, payload)
+    assert idle.payload(manifest, never) == payload
+    assert "the broadcast brings snapshots again" in caplog.text
+
+
+def test_a_worker_that_leaves_does_not_wait(arrivals):
+    manifest, _ = snapshot(1, 300_000)
+    assert arrivals().payload(manifest, lambda: True) is None
