@@ -110,7 +110,7 @@ def verdict_on_rule(case: Case, steps: int) -> Verdict | None:
     pool = provision(case.workload, case.links, TARGET, latency=case.latency)
     if not pool.reachable:
         return None
-    case, slots = replace(case, workload=replace(case.workload, publish_interval=pool.publish_interval)), pool.slots
+    case, slots = replace(case, workload=replace(case.workload, publish_interval=pool.publish_interval)), pool.units
     least = least_slots(case, slots, steps)
     reached = slots >= (least or math.inf) or case.reaches(ACCEPTABLE, slots, steps)
     if least is None:

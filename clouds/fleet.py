@@ -52,8 +52,8 @@ class WorkerBackend(ABC):
         """End these workers, kindly at first; when this returns they are gone."""
 
     @abstractmethod
-    def last_words(self, name: str) -> str:
-        """The end of what the worker printed, for a message."""
+    def ending(self, name: str) -> str:
+        """How the worker ended, for a message: by which signal, or with which exit code and last words."""
 
 
 class Fleet:
@@ -73,6 +73,7 @@ class Fleet:
         self._backoff_s = restart_backoff_s
         self._clock = clock
         self._launched_at: dict[str, float] = {}
+        self._endings: dict[str, str] = {}
         self._early_deaths = dict.fromkeys(self._names, 0)
         self._not_before = dict.fromkeys(self._names, 0.0)
         self._stopped = False
@@ -100,8 +101,11 @@ class Fleet:
     def raise_if_hopeless(self) -> None:
         """Raises UserError once every worker has died early `HOPELESS_DEATHS` times in a row: starting more would not help."""
         if self._names and min(self._early_deaths.values()) >= HOPELESS_DEATHS:
-            words = self._backend.last_words(self._names[0])
-            raise UserError(f"every worker ended {HOPELESS_DEATHS} times right after its start; {self._names[0]} said: {words}")
+            first = self._names[0]
+            raise UserError(
+                f"every worker ended {HOPELESS_DEATHS} times right after its start; "
+                f"{first} the last time: {self._endings[first]}"
+            )
 
     def stop(self, timeout_s: float = 20.0) -> None:
         """End every worker; none is launched afterwards."""
@@ -124,10 +128,10 @@ class Fleet:
         self._early_deaths[name] = self._early_deaths[name] + 1 if early else 0
         pause_s = min(LONGEST_BACKOFF_S, self._backoff_s * 2 ** max(0, self._early_deaths[name] - 1))
         self._not_before[name] = self._clock() + pause_s
-        words = self._backend.last_words(name)
-        log.warning("%s ended after %.0f s and is replaced in %.1f s; it said: %s", name, lived_s, pause_s, words)
+        ending = self._endings[name] = self._backend.ending(name)
+        log.warning("%s ended after %.0f s and is replaced in %.1f s: %s", name, lived_s, pause_s, ending)
         self._tell(partial(self._hub.close_interval, name))
-        self._tell(partial(self._hub.note, "worker ended", name, words))
+        self._tell(partial(self._hub.note, "worker ended", name, ending))
 
     def _tell(self, message: Callable[[], None]) -> None:
         """The ledger's record must not keep the fleet from its work; what could not be told is logged."""

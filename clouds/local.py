@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from clouds.fleet import Offer, WorkerBackend
-from echo2.logs import last_line
+from echo2.logs import ending_of
 
 
 class LocalBackend(WorkerBackend):
@@ -64,6 +64,5 @@ class LocalBackend(WorkerBackend):
                 process.kill()
                 process.wait()
 
-    def last_words(self, name: str) -> str:
-        log = self._log_folder / f"{name}.log"
-        return last_line(log)
+    def ending(self, name: str) -> str:
+        return ending_of(self._processes[name].wait(), self._log_folder / f"{name}.log")

@@ -6,6 +6,8 @@ exit code 2; an interrupted run ends with exit code 130.
 
 from __future__ import annotations
 
+import errno
+import importlib.util
 import io
 import json
 import os
@@ -22,6 +24,8 @@ from echo2.errors import UserError
 if TYPE_CHECKING:
     from echo2.capacity.plan import Plan
 
+# Whether a run may be read is said in one line when it is, not by click with the usage.
+RUN_PATH = click.Path(path_type=Path, readable=False)
 OVERRIDES_HELP = "CONFIG… are TOML files, read left to right; SECTION.KEY=VALUE overrides them."
 
 
@@ -33,22 +37,20 @@ def echo2() -> None:
 
 @echo2.command(epilog=OVERRIDES_HELP)
 @click.argument("settings", nargs=-1, metavar="[CONFIG]… [SECTION.KEY=VALUE]…")
-@click.option(
-    "--from-run", "run", type=click.Path(path_type=Path), help="Take the terms that the run in this directory measured."
-)
-@click.option("--plot", "plot_file", type=click.Path(path_type=Path), help="Draw utilisation against pool, S and D (.png).")
-def plan(settings: tuple[str, ...], run: Path | None, plot_file: Path | None) -> None:
+@click.option("--from-run", "run", type=RUN_PATH, help="Take the terms that the run in this directory measured.")
+@click.option("--plot", "plot_target", metavar="FILE", help="Draw utilisation against pool, S and D (.png).")
+def plan(settings: tuple[str, ...], run: Path | None, plot_target: str | None) -> None:
     """Predict step time, learner utilisation, what binds, and the throughput that the learner needs.
 
     With --from-run the configuration is the run's own, unless a CONFIG is given.
     """
     from echo2.capacity.plan import make_plan, render_plan
 
+    plot_file = None if plot_target is None else _checked_plot_file(plot_target)
     made = make_plan(_load(settings)) if run is None else _plan_from(run, settings)
-    if plot_file is not None:
-        _write_plot(made, plot_file)
     click.echo(render_plan(made))
     if plot_file is not None:
+        _write_plot(made, plot_file)
         click.echo(f"\nUtilisation against pool, S and D is drawn in {plot_file}")
 
 
@@ -87,7 +89,7 @@ def worker(hub_url: str, name: str | None, parent_pid: int | None, overrides: tu
 
 
 @echo2.command()
-@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("run", type=RUN_PATH)
 @click.option("--fd", "listening_fd", type=int, hidden=True)
 @click.option("--parent", "parent_pid", type=int, hidden=True)
 def hub(run: Path, listening_fd: int | None, parent_pid: int | None) -> None:
@@ -98,7 +100,7 @@ def hub(run: Path, listening_fd: int | None, parent_pid: int | None) -> None:
 
 
 @echo2.command()
-@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("run", type=RUN_PATH)
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 def status(run: Path, as_json: bool) -> None:
     """Show how the run in directory RUN stands, from its ledger; the run may be going on or over."""
@@ -113,29 +115,45 @@ def _plan_from(path: Path, settings: tuple[str, ...]) -> Plan:
     """The plan from what the run in `path` measured; raises UserError where there is no run or it has not measured a term."""
     from echo2.capacity.calibration import calibrate
     from echo2.capacity.plan import make_plan
+    from echo2.capacity.terms import what_if
+    from echo2.config import override
     from echo2.hub.inspection import observe_run
-    from echo2.run_directory import open_run
+    from echo2.run_directory import read_run
 
-    measured = open_run(path)
+    measured = read_run(path)
     named = [setting for setting in settings if "=" not in setting]
     config = _load(settings if named else (str(measured.path / "config.toml"), *settings))
     terms = calibrate(observe_run(measured)).terms(str(path))
-    workers_given = named or any(setting.startswith("fleet.workers=") for setting in settings)
-    if workers_given and config.fleet.workers:
-        terms = terms.with_workers(config.fleet.workers)
-    return make_plan(config, terms)
+    given = {setting.partition("=")[0].strip() for setting in settings}
+    if not (named or "fleet.workers" in given) or not config.fleet.workers:
+        config = override(config, [f"fleet.workers={terms.workers}"])
+    return make_plan(config, what_if(terms, measured.config, config, given))
+
+
+def _checked_plot_file(target: str) -> Path:
+    """The file to draw into, checked before anything is computed; raises UserError where it could not be written."""
+    file = Path(target)
+    # Path forgets a slash at the end, which asks for a folder.
+    if file.suffix.lower() != ".png" or not target.lower().endswith(".png"):
+        raise UserError(f"--plot {target!r} does not end in .png: the plot is a PNG picture, so name it like one")
+    refusal = None
+    if file.is_dir():
+        refusal = errno.EISDIR
+    elif not file.parent.is_dir():
+        refusal = errno.ENOENT
+    elif not os.access(file if file.exists() else file.parent, os.W_OK):
+        refusal = errno.EACCES
+    if refusal is not None:
+        raise _cannot_be_drawn(file, os.strerror(refusal))
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError("--plot needs matplotlib, which is not installed: pip install '.[learner]'")
+    return file
 
 
 def _write_plot(made: Plan, file: Path) -> None:
-    """Raises UserError where matplotlib is not installed, or `file` is no PNG or cannot be written."""
-    if file.suffix.lower() != ".png":
-        raise UserError(f"--plot {file} does not end in .png: the plot is a PNG picture, so name it like one")
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        if error.name != "matplotlib":
-            raise
-        raise UserError("--plot needs matplotlib, which is not installed: pip install '.[learner]'") from error
+    """Raises UserError where `file` cannot be written after all."""
+    from matplotlib.figure import Figure
+
     from echo2.capacity.plots import plot_plan
 
     figure, picture = Figure(), io.BytesIO()
@@ -144,7 +162,11 @@ def _write_plot(made: Plan, file: Path) -> None:
     try:
         file.write_bytes(picture.getvalue())
     except OSError as error:
-        raise UserError(f"--plot {file} cannot be written ({error.strerror}): name a file that you may write") from error
+        raise _cannot_be_drawn(file, str(error.strerror)) from error
+
+
+def _cannot_be_drawn(file: Path, reason: str) -> UserError:
+    return UserError(f"--plot {file} cannot be written ({reason}): name a file that you may write")
 
 
 def _load(settings: tuple[str, ...]) -> Any:

@@ -121,7 +121,7 @@ DEFAULT_TASK = ReverseDigitsTask()
 class BatchSection(Section):
     """What one learner step consumes."""
 
-    groups: PositiveInt = 32
+    groups: Annotated[int, Field(ge=1, le=65536)] = 32
     """B: groups (prompts) in a batch."""
     members: PositiveInt = 8
     """G: completions sampled for each prompt."""
@@ -141,7 +141,7 @@ class SamplingSection(Section):
 class StalenessSection(Section):
     """How old a policy's rollouts may be, and how often it is published."""
 
-    bound: NonNegativeInt = 2
+    bound: Annotated[int, Field(ge=0, le=256)] = 2
     """S: a group made by version v may be trained at step t only if t − v ≤ S; unit: learner steps."""
     publish_interval: PositiveInt = 1
     """κ: a snapshot is published after every κ-th step; κ ≤ S + 1."""
@@ -337,19 +337,19 @@ class DisseminationSection(Section):
 class CapacitySection(Section):
     """What the capacity model takes for its terms before a run has measured them."""
 
-    learner_step_s: PositiveFloat = 1.0
+    learner_step_s: Annotated[float, Field(ge=1e-3, le=1e5)] = 1.0
     """T: seconds of learner work per step."""
-    group_latency_s: PositiveFloat = 1.0
+    group_latency_s: Annotated[float, Field(ge=1e-3, le=1e5)] = 1.0
     """L: seconds from a lease to its scored group, the mean; the slow end of a batch follows from it."""
-    group_latency_cv: Annotated[float, Field(ge=0.0)] = 0.25
+    group_latency_cv: Annotated[float, Field(ge=0.0, le=10.0)] = 0.25
     """Standard deviation of L over its mean; 0 where all groups take as long."""
-    worker_groups_per_s: PositiveFloat = 20.0
+    worker_groups_per_s: Annotated[float, Field(ge=1e-4, le=1e5)] = 20.0
     """Groups per second that one busy worker completes; μ is this times the number of workers, and μ·L groups are under way."""
-    accepted_share: Share = 0.8
-    """α: share of generated groups that survive filtering, expiry and loss."""
-    transfer_s: Annotated[float, Field(ge=0.0)] = 0.1
+    accepted_share: Annotated[float, Field(ge=0.02, le=1.0)] = 0.8
+    """α: share of the scored groups that are trained, the others being filtered; what expires comes out of the model."""
+    transfer_s: Annotated[float, Field(ge=0.0, le=1e6)] = 0.1
     """D_tx: seconds that one snapshot occupies the links."""
-    dissemination_fixed_s: Annotated[float, Field(ge=0.0)] = 0.2
+    dissemination_fixed_s: Annotated[float, Field(ge=0.0, le=1e6)] = 0.2
     """D_fix: export, encoding, latency and loading, in seconds."""
     target_utilisation: Share = 0.97
     """Learner utilisation that a plan aims at."""

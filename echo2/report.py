@@ -9,9 +9,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from echo2.capacity.calibration import Calibration, calibrate
+from echo2.capacity.calibration import Calibration, Observations, calibrate
 from echo2.capacity.terms import predict_run
 from echo2.config import Config
+from echo2.curves import write_curves
 from echo2.durability import write_atomically
 from echo2.errors import UserError
 from echo2.hub.inspection import observe_run
@@ -20,23 +21,15 @@ from echo2.run_directory import RunDirectory
 FIRST_STEPS = 3
 LAST_STEPS = 10
 COLUMNS = ("step", "reward", "exact_match", "staleness/max", "loss", "grad_norm", "kl", "learner/idle_share")
-PANELS = (
-    ("share", ("reward", "exact_match")),
-    ("steps", ("staleness/mean", "staleness/max")),
-    ("s per step", ("learner/step_s", "learner/wait_s")),
-    ("utilisation", ("capacity/predicted_utilisation", "capacity/observed_utilisation")),
-)
-"""The curves' axes and what they show."""
-
 TERMS = (
-    ("T", "learner_step_s", "s"),
-    ("L, mean", "group_latency_s", "s"),
-    ("D_tx", "transfer_s", "s"),
-    ("D_fix", "fixed_s", "s"),
-    ("α", "accepted_share", ""),
-    ("μ", "groups_per_s", "groups/s"),
+    ("T", "learner_step_s", 1, "s"),
+    ("L, mean", "group_latency_s", 1, "s"),
+    ("D_tx", "transfer_s", 1, "s"),
+    ("D_fix", "fixed_s", 1, "s"),
+    ("α", "accepted_share", 100, "%"),
+    ("μ", "groups_per_s", 1, "groups/s"),
 )
-"""Terms of the capacity model: symbol, name among the figures of a calibration, unit."""
+"""Terms of the capacity model: symbol, name among the figures of a calibration, factor to the unit shown, unit."""
 
 Steps = Sequence[Mapping[str, float]]
 
@@ -46,20 +39,22 @@ def write_report(run: RunDirectory, status: Mapping[str, Any], steps: Steps, sto
 
     `stopped` tells that the user ended the run early.
     """
-    summary = summarise(run.config, status, steps, calibrate(observe_run(run))) | {"stopped": stopped}
+    summary = summarise(run.config, status, steps, observe_run(run)) | {"stopped": stopped}
     write_atomically(run.path / "summary.json", json.dumps(summary, indent=2) + "\n")
     write_atomically(run.report / "metrics.jsonl", "".join(json.dumps(dict(step)) + "\n" for step in steps))
     write_atomically(run.report / "report.md", render_status(status))
     if steps:
-        _plot(run, steps)
+        write_curves(run.report / "curves.png", run.run_id, run.config.staleness.bound, steps)
     return summary
 
 
-def summarise(config: Config, status: Mapping[str, Any], steps: Steps, calibration: Calibration) -> dict[str, Any]:
+def summarise(config: Config, status: Mapping[str, Any], steps: Steps, observations: Observations) -> dict[str, Any]:
     """The run's figures; a figure that the run did not produce is None.
 
-    Busy shares leave out the waits in which a segment's workers start. `wall_s` is the learner's work and waiting.
+    Busy shares leave out the waits in which a segment's workers start. The predicted one is of the `busy_share_window_steps`
+    that the terms were measured in; the window's observed one stands beside it. `wall_s` is the learner's work and waiting.
     """
+    calibration = calibrate(observations)
     exact = [step["exact_match"] for step in steps if "exact_match" in step]
     return {
         "run_id": status["run_id"],
@@ -72,6 +67,8 @@ def summarise(config: Config, status: Mapping[str, Any], steps: Steps, calibrati
         "workers": status["workers_seen"],
         "versions_disseminated": status["versions_disseminated"],
         "busy_share_observed": observed_busy_share(steps),
+        "busy_share_window_steps": len(observations.steps),
+        "busy_share_observed_in_window": observations.utilisation,
         "busy_share_predicted": predict_busy_share(config, calibration),
         "measured_terms": calibration.figures(),
         "trained_groups": status["groups"]["trained"],
@@ -105,11 +102,13 @@ def step_rows(steps: Steps) -> list[dict[str, float]]:
 def render_status(status: Mapping[str, Any]) -> str:
     """The run as Markdown."""
     last = status["last_step"]
+    quiet_s = status["quiet_s"]
     lines = [
         f"# Run {status['run_id']}",
         "",
         f"Step {status['step']} of {status['total_steps']}, version {status['version']}, "
-        f"{status['rollouts_per_s']:.1f} rollouts/s, {status['cost_usd']:.2f} USD so far.",
+        f"{status['rollouts_per_s']:.1f} rollouts/s{'' if quiet_s is None else ' while it was active'}, "
+        f"{status['cost_usd']:.2f} USD so far.{'' if quiet_s is None else f' Nothing has happened for {quiet_s:.0f} s.'}",
         "",
         "| groups | " + " | ".join(status["groups"]) + " |",
         "|---|" + "---|" * len(status["groups"]),
@@ -135,38 +134,12 @@ def render_status(status: Mapping[str, Any]) -> str:
 def _terms_table(measured: Mapping[str, Any]) -> list[str]:
     """The measured terms of the capacity model, as lines of Markdown."""
     rows = [
-        f"| {name} | {measured[key]['value']:.4g} {unit} | {measured[key]['low']:.4g} … {measured[key]['high']:.4g} |"
-        for name, key, unit in TERMS
+        f"| {name} | {factor * measured[key]['value']:.4g} {unit} "
+        f"| {factor * measured[key]['low']:.4g} … {factor * measured[key]['high']:.4g} |"
+        for name, key, factor, unit in TERMS
         if key in measured
     ]
     return ["", "| term of the capacity model | measured | 95 % interval |", "|---|---|---|", *rows] if rows else []
-
-
-def _plot(run: RunDirectory, steps: Steps) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(len(PANELS), 1, figsize=(8, 11), sharex=True, constrained_layout=True)
-    for axis, (unit, names) in zip(axes, PANELS, strict=True):
-        for name in names:
-            shown = [(step["step"], step[name]) for step in steps if name in step]
-            if shown:
-                axis.plot(*zip(*shown, strict=True), label=name)
-        if unit == "steps":
-            axis.axhline(run.config.staleness.bound, color="grey", linestyle="--", label="bound S")
-        if unit == "s per step":
-            times_s = sorted(step["learner/step_s"] + step["learner/wait_s"] for step in steps)
-            axis.set_ylim(0, times_s[int(0.98 * (len(steps) - 1))] * 1.2)
-        axis.set_ylabel(unit)
-        axis.grid(alpha=0.3)
-        if axis.get_legend_handles_labels()[0]:
-            axis.legend(loc="best", frameon=False)
-    axes[-1].set_xlabel("learner step")
-    figure.suptitle(run.run_id)
-    figure.savefig(run.report / "curves.png", dpi=110)
-    pyplot.close(figure)
 
 
 def _mean(values: Sequence[float]) -> float | None:

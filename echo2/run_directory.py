@@ -27,12 +27,11 @@ FIXED_SECTIONS = ("model", "task", "batch", "sampling", "staleness")
 
 
 @dataclass(frozen=True, slots=True)
-class RunDirectory:
-    """A run's place on disk. `token` is the secret that every request must carry."""
+class RunRecord:
+    """A run's place on disk, as far as it takes to look at it."""
 
     path: Path
     run_id: str
-    token: str
     config: Config
 
     @property
@@ -59,6 +58,13 @@ class RunDirectory:
     def model(self) -> Path:
         return self.path / "model"
 
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory(RunRecord):
+    """A run's place on disk, for those who take part in it. `token` is the secret that every request must carry."""
+
+    token: str
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """Hold the run for one learner; raises UserError if another process holds it."""
@@ -70,23 +76,35 @@ class RunDirectory:
             yield
 
 
-def open_run(path: Path) -> RunDirectory:
-    """Open an existing run; raises UserError if there is none."""
+def read_run(path: Path) -> RunRecord:
+    """Look up an existing run; raises UserError if there is none, or it may not be read."""
     try:
         stamp = json.loads((path / "run.json").read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path} is not the directory of a run: check the path (echo2 train makes one)") from None
+    except OSError as error:
+        raise UserError(
+            f"{error.filename} cannot be read ({error.strerror}): change the run's permissions, or look as the user who trains"
+        ) from None
     except ValueError:
         stamp = None
     if not isinstance(stamp, dict) or not isinstance(stamp.get("run_id"), str):
         raise UserError(f"{path / 'run.json'} is damaged: restore it or start another run")
+    if not (path / "config.toml").exists():
+        raise UserError(f"{path / 'config.toml'} is missing from the run: restore it or start another run")
+    return RunRecord(path, stamp["run_id"], load_config([path / "config.toml"]))
+
+
+def open_run(path: Path) -> RunDirectory:
+    """Open an existing run to take part in it; raises UserError as `read_run` does, and without the run's token."""
+    run = read_run(path)
     try:
         token = (path / "token").read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError):
         token = ""
     if not token:
         raise UserError(f"{path / 'token'} holds no token: restore it or start another run")
-    return RunDirectory(path, stamp["run_id"], token, load_config([path / "config.toml"]))
+    return RunDirectory(path, run.run_id, run.config, token)
 
 
 def find_run(config: Config, resume: bool) -> RunDirectory | None:
@@ -113,7 +131,7 @@ def create_run(config: Config, resume: bool) -> RunDirectory:
         write_atomically(found.path / "config.toml", dump_toml(config))
         return found
     path = config.run.directory.expanduser() / config.run.name
-    run = RunDirectory(path, f"{config.run.name}-{secrets.token_hex(4)}", secrets.token_urlsafe(32), config)
+    run = RunDirectory(path, f"{config.run.name}-{secrets.token_hex(4)}", config, secrets.token_urlsafe(32))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as unfinished:
@@ -148,7 +166,7 @@ def _take_up(path: Path, config: Config) -> RunDirectory:
         raise UserError(
             f"{path} was made with run.seed = {run.config.run.seed}, not {config.run.seed}: a resumed run keeps its seed"
         )
-    return RunDirectory(path, run.run_id, run.token, config)
+    return RunDirectory(path, run.run_id, config, run.token)
 
 
 def _difference(before: object, now: object) -> str:

@@ -53,7 +53,7 @@ class CapacityWatch:
         return {name: value for name, value in found.items() if value is not None}
 
     def keep_watch(self, ending: threading.Event) -> None:
-        """Look every few seconds; a departure is logged and remembered in the ledger."""
+        """Look every few seconds; what is to be told is logged and remembered in the ledger."""
         while not ending.wait(LOOK_INTERVAL_S):
             try:
                 self._look()
@@ -63,7 +63,7 @@ class CapacityWatch:
                 self._complained = True
 
     def _look(self) -> None:
-        departure = self._drift.look(partial(observe_run, self._session.run))
-        if departure is not None:
-            log.warning("%s", departure)
-            self._session.hub.note("capacity drift", departure.term or "unexplained", str(departure))
+        told = self._drift.look(partial(observe_run, self._session.run))
+        if told is not None:
+            log.warning("%s", told)
+            self._session.hub.note(told.kind, told.subject, str(told))

@@ -117,8 +117,9 @@ def render_summary(summary: Mapping[str, Any], config: Config, elapsed_s: float)
         f"{elapsed_s:.0f} s with start and end",
         f"  exact match         {share(summary['exact_match_first'])} in the first 3 steps, "
         f"{share(summary['exact_match_last'])} in the last 10",
-        f"  learner busy        {share(summary['busy_share_observed'])} observed, "
-        f"{share(summary['busy_share_predicted'])} predicted by the capacity model from this run's T, L, μ, D",
+        f"  learner busy        {share(summary['busy_share_observed'])} of the run; "
+        f"in its last {summary['busy_share_window_steps']} steps {share(summary['busy_share_observed_in_window'])} observed, "
+        f"{share(summary['busy_share_predicted'])} predicted by the capacity model from their T, L, μ, D",
         f"  staleness           at most {summary['max_staleness']} of {summary['staleness_bound']} allowed",
         f"  groups              {summary['trained_groups']} trained; "
         + ", ".join(f"{summary['groups'][state]} {state}" for state in ("filtered", "expired", "failed")),

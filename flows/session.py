@@ -11,7 +11,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -196,22 +196,23 @@ def _provide_model(run: RunDirectory) -> Path:
 
 @contextmanager
 def _kept_alive(hub: HubProcess, fleet: Fleet) -> Iterator[None]:
-    """A thread that starts hub and workers again when they end."""
+    """Threads that start hub and workers again when they end; the fleet's waits for the hub, so that the hub has its own."""
     closing = threading.Event()
 
-    def watch() -> None:
+    def watch(keep: Callable[[], None]) -> None:
         while not closing.wait(WATCH_INTERVAL_S):
-            hub.keep_alive()
             try:
-                fleet.reconcile()
+                keep()
             except (UserError, OSError) as error:
-                log.error("the fleet could not be kept as planned: %s", error)
+                log.error("hub or workers could not be kept as planned: %s", error)
 
     fleet.reconcile()
-    watcher = threading.Thread(target=watch, name="keeper", daemon=True)
-    watcher.start()
+    keepers = [threading.Thread(target=watch, args=(keep,), daemon=True) for keep in (hub.keep_alive, fleet.reconcile)]
+    for keeper in keepers:
+        keeper.start()
     try:
         yield
     finally:
         closing.set()
-        watcher.join(5.0)
+        for keeper in keepers:
+            keeper.join(5.0)

@@ -95,7 +95,8 @@ class Observations:
     groups: Sequence[GroupTime] = ()
     """By the time of their scores."""
     accepted: Sequence[bool] = ()
-    """Of every group that was scored or dropped: whether it was, or is to be, trained."""
+    """Of every group that was scored or failed: whether it was, or is to be, trained. Groups that expired are left out, since
+    the model says itself what expires."""
     loads: Sequence[Load] = ()
     workers: Sequence[str] = ()
     """Workers that are there now, or were when the run ended."""
@@ -128,6 +129,8 @@ class Calibration:
     """μ of each worker that is there and was full at times."""
     workers: int
     """Workers that are there."""
+    worker_slots: int
+    """Groups that a worker has under way when it is full, on average; 1 where that was not observed."""
 
     @property
     def groups_per_s(self) -> Estimate | None:
@@ -175,6 +178,7 @@ class Calibration:
             transfer_s=D_tx.value,
             fixed_s=D_fix.value,
             workers=self.workers,
+            worker_slots=self.worker_slots,
             provenance={
                 "T": _measured(place, T, "steps"),
                 "L": _measured(place, L, "groups"),
@@ -193,7 +197,9 @@ def calibrate(observations: Observations) -> Calibration:
     calls = _calls(observations.groups)
     latency = _latency(observations.groups)
     between_calls = robust_mean([call.mean_latency_s for call in calls], [call.weight * call.size for call in calls])
-    speeds = {worker: _groups_per_s([call for call in calls if call.worker == worker]) for worker in observations.workers}
+    of_worker = {worker: [call for call in calls if call.worker == worker] for worker in observations.workers}
+    speeds = {worker: _groups_per_s(own) for worker, own in of_worker.items()}
+    slots = [_most_under_way(own) for own in of_worker.values() if own]
     return Calibration(
         learner_step_s=robust_mean(steps_s, _weights(len(steps_s), HALF_LIFE_STEPS)),
         group_latency_s=between_calls.around(latency.mean_s, len(observations.groups)) if latency and between_calls else None,
@@ -203,6 +209,7 @@ def calibrate(observations: Observations) -> Calibration:
         accepted_share=share(observations.accepted, _weights(len(observations.accepted), HALF_LIFE_GROUPS)),
         worker_groups_per_s={worker: speed for worker, speed in speeds.items() if speed is not None},
         workers=len(observations.workers),
+        worker_slots=round(fmean(slots)) if slots else 1,
     )
 
 
@@ -274,11 +281,15 @@ def _calls_of(worker: str, aged: list[tuple[int, GroupTime]]) -> list[_Call]:
     return calls
 
 
+def _most_under_way(calls: Sequence[_Call]) -> int:
+    return max(1, sorted((call.under_way for call in calls), reverse=True)[:LARGEST_CALLS][-1])
+
+
 def _groups_per_s(calls: Sequence[_Call]) -> Estimate | None:
     """μ of the worker that made these calls; None where fewer than two were full."""
     if not calls:
         return None
-    most = sorted((call.under_way for call in calls), reverse=True)[:LARGEST_CALLS][-1]
+    most = _most_under_way(calls)
     full = [call for call in calls if call.under_way >= FULL_SHARE * most]
     each_s = robust_mean([call.busy_s / call.size for call in full], [call.weight * call.size for call in full])
     return None if each_s is None or each_s.value <= 0 else each_s.inverse()

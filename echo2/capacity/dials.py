@@ -39,7 +39,7 @@ class Situation:
 
     workload: Workload
     links: Links
-    slots: int
+    slots: float
     latency: Latency
 
     @property
@@ -73,7 +73,7 @@ class Dial:
     """Whether this dial alone, at its limit, reaches the target."""
 
 
-def dials(workload: Workload, links: Links, slots: int, latency: Latency, target_utilisation: float) -> tuple[Dial, ...]:
+def dials(workload: Workload, links: Links, slots: float, latency: Latency, target_utilisation: float) -> tuple[Dial, ...]:
     """S, κ, D, L, μ and B. D keeps the shares of its parts, L its spread, and T grows with B; the pool keeps its slots.
 
     At κ = 3 freshness binds, D + L = 2.8 s > 2 s. S = 5, κ = 2, D = 1.2 s, or a batch that takes the learner longer would do, a
@@ -129,10 +129,10 @@ class _Search:
     def least_pool(self) -> Dial:
         """μ, in whole slots."""
         now, mean_s = self.now, self.now.latency.mean_s
-        most = max(now.slots, (now.workload.staleness_bound + 1) * now.workload.groups_per_batch)
-        dial = self.least("μ", "groups/s", now.slots, lambda slots: replace(now, slots=slots), 1, most)
+        most = max(math.ceil(now.slots), 2 * (now.workload.staleness_bound + 1) * now.workload.groups_per_batch)
+        dial = self.least("μ", "groups/s", 1, lambda slots: replace(now, slots=slots), 1, most)
         rate = 1 / mean_s if mean_s else math.inf
-        return replace(dial, value=dial.value * rate, limit=None if dial.limit is None else dial.limit * rate)
+        return replace(dial, value=now.slots * rate, limit=None if dial.limit is None else dial.limit * rate)
 
     def interval(self) -> Dial:
         """κ, all of them tried: the first that links can carry, or else the first of all."""

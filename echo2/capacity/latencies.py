@@ -38,6 +38,8 @@ class Latency(Protocol):
     def scaled_to(self, mean_s: float) -> Latency:
         """The same shape with another mean."""
 
+    def __hash__(self) -> int: ...
+
 
 @dataclass(frozen=True)
 class Constant:

@@ -11,10 +11,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from echo2.capacity.dials import Dial, dials
-from echo2.capacity.model import Condition, Links, Prediction, SerialRule, Workload, ceiling, serial_rule
-from echo2.capacity.provisioning import Provision, provision, simulate_pool
+from echo2.capacity.latencies import Latency
+from echo2.capacity.model import Condition, Links, Prediction, SerialRule, Workload, ceiling, required_throughput, serial_rule
+from echo2.capacity.pool import PoolUnit
+from echo2.capacity.provisioning import Provision, intervals_worth_trying, provision, simulate_pool
 from echo2.capacity.simulation import SimulationResult
-from echo2.capacity.slow_end import predict_pool, slow_end_latency_s
+from echo2.capacity.slow_end import least_integer, predict_pool, reaches, slow_end_latency_s
 from echo2.capacity.terms import Terms, estimate_terms
 
 if TYPE_CHECKING:
@@ -23,8 +25,15 @@ if TYPE_CHECKING:
 CONDITION_TEXT = {
     "generation": "generation: μ ≥ B/(αT)",
     "links": "links: κ·T ≥ D_tx",
-    "freshness": "freshness: (S + 1 − κ)·T ≥ D + L",
+    "freshness": "freshness: (S + 1 − κ)·T ≥ D + W",
 }
+
+
+MOST_BOUND = 64
+"""Greatest S that is proposed."""
+
+BOUNDS_TRIED = 4
+"""S, from the closed form's on, that the twin is asked about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,23 +56,33 @@ class Plan:
     """The smallest pool for the target, at the κ that asks for the fewest slots."""
     configured: Provision
     """The smallest pool for the target at the configured κ."""
+    in_calls: bool
+    """Whether workers generate in calls."""
     dials: tuple[Dial, ...]
     serial: SerialRule
     serial_prediction: Prediction | None
     """What the closed form says of the serial rule's own κ and μ; None where no pool satisfies that rule."""
+    together: tuple[int, Provision] | None
+    """The least S above the configured one with which some pool reaches the target, and that pool; None where no S is needed,
+    or none helps."""
     workers_chosen: bool
     """Whether the number of workers was left open, so that the plan took what the target needs."""
     worker_price_usd_per_hour: float
 
     @property
     def duration_s(self) -> float:
-        """The whole run: steps · τ."""
-        return self.steps * self.prediction.step_time_s
+        """The whole run without its start: steps · τ, by the simulation."""
+        return self.steps * self.simulated.step_time_s
 
     @property
     def workers_usd(self) -> float:
         """Rent of all workers over the whole run."""
         return self.duration_s / 3600 * self.terms.workers * self.worker_price_usd_per_hour
+
+    @property
+    def reaches_target(self) -> bool:
+        """Whether the planned pool does, by the simulation."""
+        return self.simulated.utilisation >= self.target_utilisation * (1 - 1e-6)
 
     def workers_for(self, groups_per_s: float) -> int:
         """Workers that complete so many groups per second, each as fast as the planned ones are on average."""
@@ -78,14 +97,16 @@ def make_plan(config: Config, terms: Terms | None = None) -> Plan:
     workers_chosen = terms is None and config.fleet.workers == 0
     terms = terms or estimate_terms(config, config.fleet.workers or 1)
     workload, links, latency, target = terms.workload(config), terms.links, terms.latency, config.capacity.target_utilisation
-    configured = provision(workload, links, target, latency=latency, publish_intervals=[workload.publish_interval])
+    unit = terms.unit(config)
+    configured = provision(workload, links, target, latency=latency, publish_intervals=[workload.publish_interval], unit=unit)
     if workers_chosen:
         terms = terms.with_workers(max(1, ceiling(configured.groups_per_s / terms.groups_per_s)))
+    best = provision(workload, links, target, latency=latency, unit=unit)
     serial = serial_rule(workload, links)
     serial_prediction = None
     if serial.groups_per_s is not None:
         at_serial = replace(workload, publish_interval=serial.publish_interval)
-        serial_prediction = predict_pool(at_serial, links, max(1, ceiling(serial.groups_per_s * latency.mean_s)), latency)
+        serial_prediction = predict_pool(at_serial, links, serial.groups_per_s * latency.mean_s, latency)
     return Plan(
         run_name=config.run.name,
         steps=config.run.steps,
@@ -93,17 +114,38 @@ def make_plan(config: Config, terms: Terms | None = None) -> Plan:
         workload=workload,
         links=links,
         prediction=predict_pool(workload, links, terms.slots, latency),
-        simulated=simulate_pool(workload, links, terms.slots, latency),
+        simulated=simulate_pool(workload, links, terms.slots, latency, unit),
         slow_end_s=slow_end_latency_s(latency, workload.groups_per_batch, terms.slots, workload.accepted_share),
         target_utilisation=target,
-        best=provision(workload, links, target, latency=latency),
+        best=best,
         configured=configured,
+        in_calls=unit.in_calls,
         dials=dials(workload, links, terms.slots, latency, target),
         serial=serial,
         serial_prediction=serial_prediction,
+        together=None if best.reachable else _least_bound(workload, links, target, latency, unit),
         workers_chosen=workers_chosen,
         worker_price_usd_per_hour=config.fleet.price_usd_per_hour,
     )
+
+
+def _least_bound(
+    workload: Workload, links: Links, target: float, latency: Latency, unit: PoolUnit
+) -> tuple[int, Provision] | None:
+    """S that lets some pool reach the target, and that pool: the closed form finds S, the twin may add to it."""
+
+    def suffices(bound: int) -> bool:
+        bounded = replace(workload, staleness_bound=bound)
+        most = 2 * (bound + 1) * workload.groups_per_batch
+        tried = (replace(bounded, publish_interval=κ) for κ in intervals_worth_trying(bounded, links))
+        return any(reaches(choice, links, most, latency, target) for choice in tried)
+
+    least = least_integer(suffices, workload.staleness_bound + 1, MOST_BOUND)
+    for bound in range(least or 0, (least or -BOUNDS_TRIED) + BOUNDS_TRIED):
+        pool = provision(replace(workload, staleness_bound=bound), links, target, latency=latency, unit=unit)
+        if pool.reachable:
+            return bound, pool
+    return None
 
 
 def render_plan(plan: Plan) -> str:
@@ -119,11 +161,13 @@ def render_plan(plan: Plan) -> str:
         _table(
             ("condition", "needed", "available", "slack", "step time alone"),
             map(_condition_row, plan.prediction.conditions[1:]),
-        ),
+        )
+        + f"\n{_condition_note(plan)}",
         _table(
-            ("dial", "now", f"for {_percent(plan.target_utilisation)} utilisation, all else equal"),
+            ("dial", "now", f"for {_percent(plan.target_utilisation)} utilisation, all else equal, by the closed form"),
             [_dial_row(dial, plan) for dial in plan.dials],
-        ),
+        )
+        + _together_note(plan),
         _table(("rule", "κ", "groups/s", "workers", "utilisation"), _rule_rows(plan)),
     )
     return "\n\n".join((head, *sections))
@@ -131,13 +175,16 @@ def render_plan(plan: Plan) -> str:
 
 def _term_rows(plan: Plan) -> list[tuple[str, ...]]:
     terms, source = plan.terms, plan.terms.provenance
-    each = (
-        f"{terms.workers} × {_number(terms.groups_per_s / terms.workers)} groups/s per worker, {terms.slots} groups at a time"
-    )
-    spread = f"cv {_number(terms.latency.cv)}; a batch's slow end takes {_quantity(plan.slow_end_s, 's')} on this pool"
+    cv = _number(terms.latency.cv)
+    how = f", in calls of {terms.worker_slots}" if plan.in_calls else ""
+    each = f"{terms.workers} × {_number(terms.groups_per_s / terms.workers)} groups/s per worker{how}"
     return [
         ("T      learner's work per step", _quantity(terms.learner_step_s, "s"), source["T"]),
-        ("L      lease to scored group, mean", _quantity(terms.latency.mean_s, "s"), f"{source['L']}: {spread}"),
+        (
+            "L      lease to scored group",
+            _quantity(terms.latency.mean_s, "s"),
+            f"{source['L']}; cv {cv}",
+        ),
         ("D_tx   snapshot occupies the links", _quantity(terms.transfer_s, "s"), source["D_tx"]),
         ("D_fix  rest of dissemination", _quantity(terms.fixed_s, "s"), source["D_fix"]),
         ("α      accepted share of groups", _percent(terms.accepted_share), source["α"]),
@@ -150,16 +197,17 @@ def _prediction_rows(plan: Plan) -> list[tuple[str, ...]]:
     target = _percent(plan.target_utilisation)
     needed_for = f"for {target} utilisation"
     if not needed.reachable:
-        needed_for = f"{target} is out of reach of any pool; this gives the best, {_percent(needed.prediction.utilisation)}"
+        needed_for = f"{target} is out of reach of any pool; this gives the best, {_percent(needed.simulated.utilisation)}"
     chosen = ", since fleet.workers = 0 leaves it open" if plan.workers_chosen else ""
     rate = f"{plan.terms.workers} × {_number(plan.worker_price_usd_per_hour)} USD/h, without the learner"
-    best_text = f"with {_number(best.groups_per_s)} groups/s, U = {_percent(best.prediction.utilisation)}"
+    best_text = f"with {_number(best.groups_per_s)} groups/s, U = {_percent(best.simulated.utilisation)}"
+    verdict = f"target {target} is {'reached' if plan.reaches_target else 'missed'}"
     return [
-        ("step time τ", _quantity(prediction.step_time_s, "s"), f"{_quantity(simulated.step_time_s, 's')} in simulation"),
+        ("step time τ", _quantity(simulated.step_time_s, "s"), f"closed form {_quantity(prediction.step_time_s, 's')}"),
         (
             "learner utilisation U = T/τ",
-            _percent(prediction.utilisation),
-            f"target {target}; {_percent(simulated.utilisation)} in simulation",
+            _percent(simulated.utilisation),
+            f"{verdict}; closed form {_percent(prediction.utilisation)}",
         ),
         ("binding term", prediction.binding.name, _binding_text(plan)),
         ("staleness", f"{_number(simulated.staleness_mean)} steps", _staleness_text(simulated)),
@@ -167,7 +215,7 @@ def _prediction_rows(plan: Plan) -> list[tuple[str, ...]]:
         ("needed throughput", _quantity(needed.groups_per_s, "groups/s"), needed_for),
         ("needed workers", str(plan.workers_for(needed.groups_per_s)), f"planned with {plan.terms.workers}{chosen}"),
         ("best κ", str(best.publish_interval), best_text),
-        ("whole run", _duration(plan.duration_s), f"{plan.steps} steps · τ"),
+        ("whole run", _duration(plan.duration_s), f"{plan.steps} steps · τ, without the start"),
         ("workers' rent", f"{plan.workers_usd:.2f} USD", rate),
     ]
 
@@ -180,14 +228,14 @@ def _staleness_text(simulated: SimulationResult) -> str:
 
 
 def _binding_text(plan: Plan) -> str:
-    prediction, κ = plan.prediction, plan.workload.publish_interval
+    prediction, simulated, κ = plan.prediction, plan.simulated, plan.workload.publish_interval
     skipped = ""
     if prediction.carried_interval != κ:
         skipped = f"; the links carry one snapshot in {prediction.carried_interval} steps, so workers skip some of κ = {κ}"
     binding = prediction.binding
     if binding.name == "learner":
         return f"it never waits{skipped}"
-    wait_s = prediction.step_time_s * (1 - prediction.utilisation)
+    wait_s = simulated.step_time_s * (1 - simulated.utilisation)
     short = f"short by {_quantity(-binding.slack, binding.unit)}"
     return f"{short}; the learner waits {_quantity(wait_s, 's')} per step{skipped}"
 
@@ -202,13 +250,39 @@ def _condition_row(condition: Condition) -> tuple[str, ...]:
     )
 
 
+def _condition_note(plan: Plan) -> str:
+    """What W comes to, and why generation may need more than B/(αT)."""
+    _, generation, _, freshness = plan.prediction.conditions
+    wait, idle = _quantity(freshness.needed - plan.links.latency_s, "s"), _quantity(plan.slow_end_s, "s")
+    note = f"W = {wait}: until a batch is whole, at the pace of T; an idle pool takes {idle} for one"
+    least = required_throughput(plan.workload)
+    if generation.needed > 1.01 * least:
+        note += (
+            f"\nB/(αT) = {_quantity(least, 'groups/s')}: the rest makes up for groups that outlive their version at this pace"
+        )
+    return note
+
+
+def _together_note(plan: Plan) -> str:
+    """The least S with which some pool reaches the target, where no single dial does."""
+    if plan.together is None:
+        return ""
+    bound, pool = plan.together
+    return (
+        f"\ntogether: with S = {bound}, κ = {pool.publish_interval} and {plan.workers_for(pool.groups_per_s)} workers "
+        f"U = {_percent(pool.simulated.utilisation)}"
+    )
+
+
 def _dial_row(dial: Dial, plan: Plan) -> tuple[str, ...]:
     value = _quantity(dial.value, dial.unit)
     if dial.limit is None or dial.at_limit is None:
         return (dial.symbol, value, f"does not help: {plan.prediction.binding.name} binds")
     limit = _quantity(dial.limit, dial.unit)
     if dial.symbol == "μ":
-        limit += f", {plan.workers_for(dial.limit)} workers"
+        # What the simulation asks for, where it was asked.
+        enough = plan.configured.groups_per_s if plan.configured.reachable else dial.limit
+        limit = f"{_quantity(enough, dial.unit)}, {plan.workers_for(enough)} workers"
     if not dial.reaches_target:
         rest = dial.at_limit
         return (dial.symbol, value, f"not alone: at {limit} U = {_percent(rest.utilisation)}, {rest.binding.name} binds")
@@ -220,7 +294,7 @@ def _rule_rows(plan: Plan) -> list[tuple[str, ...]]:
         return (rule, str(interval), _number(groups_per_s), str(plan.workers_for(groups_per_s)), _percent(utilisation))
 
     def overlap(rule: str, pool: Provision) -> tuple[str, ...]:
-        return row(rule, pool.publish_interval, pool.groups_per_s, pool.prediction.utilisation)
+        return row(rule, pool.publish_interval, pool.groups_per_s, pool.simulated.utilisation)
 
     rows = [overlap("overlap, κ as configured", plan.configured)]
     if plan.best.publish_interval != plan.workload.publish_interval:

@@ -97,21 +97,19 @@ def _panel(quantity: str, now: float, plan: Plan, points: Iterable[tuple[float, 
     return Panel(quantity, tuple(values), tuple(configured), tuple(best), tuple(serial), now)
 
 
-def _pools(plan: Plan) -> list[int]:
+def _pools(plan: Plan) -> list[float]:
     """Slots from almost none to beyond the plan's pool, the needed one, and the serial rule's unless it would dwarf them."""
     last = 1.25 * max(plan.terms.slots, plan.configured.slots, required_throughput(plan.workload) * plan.terms.latency.mean_s)
     serial = serial_slots(plan)
     if serial is not None and serial <= 4 * last:
         last = max(last, 1.1 * serial)
-    grid = [max(1, round(last * place / INTERVALS)) for place in range(1, INTERVALS + 1)]
-    return sorted({*grid, plan.terms.slots, *range(plan.terms.slots - 2, plan.terms.slots + 3)} - set(range(-2, 1)))
+    return sorted({*(last * place / INTERVALS for place in range(1, INTERVALS + 1)), plan.terms.slots})
 
 
-def serial_slots(plan: Plan) -> int | None:
+def serial_slots(plan: Plan) -> float | None:
     """Slots that the serial rule asks for; None where no pool satisfies it."""
-    if plan.serial.groups_per_s is None:
-        return None
-    return max(1, ceiling(plan.serial.groups_per_s * plan.terms.latency.mean_s))
+    rate = plan.serial.groups_per_s
+    return None if rate is None else rate * plan.terms.latency.mean_s
 
 
 def _staleness_bounds(plan: Plan) -> list[int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from echo2.errors import UserError
 
@@ -19,6 +20,8 @@ class WorkerKind:
     """Workers of this kind, at least 1."""
     slots: int = 1
     """Groups that one worker generates at a time, at least 1."""
+    in_calls: bool = False
+    """Whether it takes leases only when all its slots are free, as an engine does that generates a set of groups at a time."""
     speed: float = 1.0
     """What the latency distribution's draws are divided by, above 0."""
     added_fixed_s: float = 0.0
@@ -70,3 +73,15 @@ class Pool:
     def groups_per_s(self, mean_latency_s: float) -> float:
         """μ: groups per second that the pool completes while all of it is up and no slot is idle."""
         return sum(kind.count * kind.slots * kind.speed for kind in self.kinds) / mean_latency_s
+
+
+class PoolUnit(NamedTuple):
+    """What a pool grows by: one slot that is filled as it gets free or, in calls, a whole worker."""
+
+    slots: int = 1
+    in_calls: bool = False
+    effective_slots: float = 1.0
+    """Slots that are busy on average while there is work; of a worker in calls some wait for the call's slowest group."""
+
+
+SLOT = PoolUnit()

@@ -16,11 +16,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from echo2.capacity.latencies import Constant, Latency
-from echo2.capacity.model import Links, Prediction, Workload
-from echo2.capacity.pool import Pool, WorkerKind
+from echo2.capacity.latencies import Constant, Latency, Lognormal
+from echo2.capacity.model import Links, Prediction, Workload, ceiling
+from echo2.capacity.pool import SLOT, Pool, PoolUnit, WorkerKind
 from echo2.capacity.simulation import SimulationResult, simulate
-from echo2.capacity.slow_end import longest_step_s, needed_slots, predict_pool
+from echo2.capacity.slow_end import loaded_step_time_s, longest_step_s, needed_slots, predict_pool, slow_end_latency_s
 
 RESERVE = 2.0
 """Standard deviations that the first proposal has to spare."""
@@ -32,8 +32,14 @@ SIMULATED_STEPS = 160
 SIMULATED_GROUPS = 100_000
 """Groups beyond which a simulation makes do with fewer steps."""
 
-LARGE_BATCH, LARGE_POOL = 1024, 256
-"""Groups and slots from whose double on a simulation takes a share of both, since chance evens out among so many."""
+LARGE_BATCH, LARGE_POOL, LARGE_WORKER = 1024, 256, 128
+"""Groups, units and slots of one unit from whose double on a simulation takes a share, since chance evens out among so many."""
+
+MANY_WAVES = 16
+"""Waves in which a bundled batch passes through the slots at least, so that bundles are fine enough."""
+
+MOST_INTERVALS = 12
+"""κ up to which every one is tried."""
 
 ROUNDING = 1e-6
 """Share of a target that rounding may take."""
@@ -48,16 +54,58 @@ class Provision:
 
     publish_interval: int
     """κ that asks for the fewest slots, steps."""
-    slots: int
-    """Groups that the pool must generate at a time."""
+    units: int
+    """Slots, or workers that generate in calls."""
+    slots: float
+    """Slots that are busy on average while there is work."""
     groups_per_s: float
-    """μ: what so many slots complete while none is idle."""
+    """μ: what they complete."""
     reachable: bool
     """Whether this pool reaches the target."""
     prediction: Prediction
     """The closed form for this pool: step time, utilisation, what binds."""
     simulated: SimulationResult
     """The twin for this pool: utilisation, staleness of the trained groups, waste."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """What is asked of every pool; `workload` has the κ to ask about."""
+
+    workload: Workload
+    links: Links
+    latency: Latency
+    target: float
+    unit: PoolUnit
+
+    @property
+    def most_units(self) -> int:
+        """Units of twice the groups that admission lets be under way."""
+        groups = (self.workload.staleness_bound + 1) * self.workload.groups_per_batch
+        return max(1, math.ceil(2 * groups / self.unit.effective_slots))
+
+    @property
+    def most_slots(self) -> float:
+        return self.most_units * self.unit.effective_slots
+
+    def needed_units(self, target: float, reserve: float = 0.0) -> int | None:
+        """By the closed form; None where no number is enough."""
+        slots = needed_slots(self.workload, self.links, self.latency, target, math.ceil(self.most_slots), reserve)
+        return None if slots is None else min(self.most_units, math.ceil(slots / self.unit.effective_slots))
+
+    def best_utilisation(self) -> float:
+        """By the closed form, with as many slots as can be of use."""
+        time_s = loaded_step_time_s(self.workload, self.links, self.most_slots, self.latency)
+        return self.workload.learner_step_s / time_s
+
+    def reached_by(self, units: int) -> bool:
+        """By the twin, with every seed."""
+        least = self.target * (1 - ROUNDING)
+        return all(self.simulate(units, seed).utilisation >= least for seed in SEEDS)
+
+    def simulate(self, units: int, seed: int) -> SimulationResult:
+        slots = units * self.unit.effective_slots
+        return simulate_pool(self.workload, self.links, slots, self.latency, self.unit, seed)
 
 
 def provision(
@@ -67,93 +115,115 @@ def provision(
     *,
     latency: Latency | None = None,
     publish_intervals: Iterable[int] | None = None,
+    unit: PoolUnit = SLOT,
 ) -> Provision:
     """The smallest pool and the best κ for the target. Without `latency` every group takes L.
 
-    `publish_intervals` are the κ to choose from, 1 … S + 1 if None; the workload's own plays no part. Raises UserError for a
-    target that is no share.
+    `publish_intervals` are the κ to choose from, 1 … S + 1 if None; the workload's own plays no part. The pool is made of
+    `unit`s. Raises UserError for a target that is no share.
 
     26 slots complete 32 groups per second, but only 32 pass a batch of 32 at once through what the snapshot leaves of T:
 
     >>> pool = provision(Workload(1.0, 32, 4, 1, 0.8, 1.0), Links(2.0, 0.0), target_utilisation=1.0)
-    >>> pool.publish_interval, pool.slots, pool.groups_per_s, pool.reachable, pool.simulated.staleness_max
+    >>> pool.publish_interval, pool.units, pool.groups_per_s, pool.reachable, pool.simulated.staleness_max
     (2, 32, 40.0, True, 4)
 
     Synchronous training cannot hide T + D + L = 4 s behind any pool; 32 slots are enough for the best:
 
     >>> pool = provision(Workload(1.0, 32, 0, 1, 1.0, 1.0), Links(2.0, 0.0), target_utilisation=0.97)
-    >>> pool.reachable, pool.slots, round(pool.prediction.utilisation, 6), pool.prediction.binding.name
+    >>> pool.reachable, pool.units, round(pool.prediction.utilisation, 6), pool.prediction.binding.name
     (False, 32, 0.25, 'freshness')
     """
     longest_step_s(workload, target_utilisation)
     latency = Constant(workload.group_latency_s) if latency is None else latency
-    allowed = range(1, workload.staleness_bound + 2) if publish_intervals is None else publish_intervals
+    allowed = intervals_worth_trying(workload, links) if publish_intervals is None else publish_intervals
     # Of equals the first is taken: one whose snapshots the links can all carry.
     in_order = sorted(allowed, key=lambda κ: links.transfer_s > κ * workload.learner_step_s)
-    choices = [replace(workload, publish_interval=κ) for κ in in_order]
-    most = most_slots(workload)
+    questions = [_Question(replace(workload, publish_interval=κ), links, latency, target_utilisation, unit) for κ in in_order]
     for reserve in (RESERVE, 0.0):
-        proposals = [(n, w) for w in choices if (n := needed_slots(w, links, latency, target_utilisation, most, reserve))]
-        if not proposals:
-            continue
-        slots, chosen = min(proposals, key=lambda proposal: proposal[0])
-        decided = _decided_slots(chosen, links, latency, target_utilisation, slots)
-        if decided is not None:
-            return _provision(chosen, links, latency, decided, reachable=True)
-    return _best_to_be_had(choices, links, latency, target_utilisation)
+        proposals = [(n, q) for q in questions if (n := q.needed_units(target_utilisation, reserve))]
+        if proposals:
+            units, chosen = min(proposals, key=lambda proposal: proposal[0])
+            decided = _decided_units(chosen, units)
+            if decided is not None:
+                return _provision(chosen, decided, reachable=True)
+    return _best_to_be_had(questions)
 
 
-def most_slots(workload: Workload) -> int:
-    """2·(S + 1)·B: slots beyond these stay idle, or hold what is too old."""
-    return 2 * (workload.staleness_bound + 1) * workload.groups_per_batch
+def intervals_worth_trying(workload: Workload, links: Links) -> list[int]:
+    """All κ up to a dozen, what the links ask for, and S + 1: between them a longer interval only makes data older."""
+    last = workload.staleness_bound + 1
+    links_need = (
+        ceiling(links.transfer_s / workload.learner_step_s) if links.transfer_s < last * workload.learner_step_s else last
+    )
+    return sorted({*range(1, min(last, MOST_INTERVALS) + 1), *range(max(1, links_need), min(last, links_need + 2) + 1), last})
 
 
-def simulate_pool(workload: Workload, links: Links, slots: int, latency: Latency, seed: int = SEEDS[0]) -> SimulationResult:
-    """The twin of a pool of equal slots over enough steps for steady means; a large batch and its pool are scaled down alike."""
-    scale = max(1, min(workload.groups_per_batch // LARGE_BATCH, slots // LARGE_POOL))
-    scaled = replace(workload, groups_per_batch=round(workload.groups_per_batch / scale))
+def simulate_pool(
+    workload: Workload, links: Links, slots: float, latency: Latency, unit: PoolUnit = SLOT, seed: int = SEEDS[0]
+) -> SimulationResult:
+    """The twin of a pool of equal units with so many effective slots, over enough steps for steady means.
+
+    Latencies are stretched so that μ is exactly what so many slots complete, whatever whole number of units there is. A large
+    batch and its pool are scaled down; of a large batch on a small pool, several groups count as one that takes as much longer.
+    """
+    units, B = max(1, round(slots / unit.effective_slots)), workload.groups_per_batch
+    scale = max(1, min(B // LARGE_BATCH, units // LARGE_POOL))
+    worker_scale = max(1, min(B // scale // LARGE_BATCH, unit.slots // LARGE_WORKER)) if unit.in_calls else 1
+    bundle = max(1, min(B // scale // LARGE_BATCH, int(B / (MANY_WAVES * slots)))) if not unit.in_calls else 1
+    count, worker_slots = max(1, round(units / scale)), max(1, round(unit.slots / worker_scale))
+    kind = WorkerKind(count, worker_slots, in_calls=True) if unit.in_calls else WorkerKind(1, slots=count)
+    share = _busy_share(latency, worker_slots) if unit.in_calls else 1.0
+    stretch = count * worker_slots * share * scale * worker_scale / slots * bundle
+    latency = latency.scaled_to(latency.mean_s * stretch)
+    if bundle > 1 and latency.mean_s:
+        latency = Lognormal(latency.mean_s, latency.cv / math.sqrt(bundle))
+    scaled = replace(workload, groups_per_batch=max(1, round(B / (scale * worker_scale * bundle))))
     fewest = 4 * (workload.staleness_bound + workload.publish_interval + 1)
     steps = max(fewest, min(SIMULATED_STEPS, SIMULATED_GROUPS // scaled.groups_per_batch))
-    pool = Pool((WorkerKind(1, slots=round(slots / scale)),))
-    return simulate(scaled, links, pool, steps, seed, latency=latency, carry="newest")
+    return simulate(scaled, links, Pool((kind,)), steps, seed, latency=latency, carry="newest")
 
 
-def _decided_slots(workload: Workload, links: Links, latency: Latency, target: float, proposed: int) -> int | None:
-    """The fewest slots, to a hundredth, that reach the target in every simulation; None where no useful pool does."""
-    most, least = most_slots(workload), target * (1 - ROUNDING)
+def _busy_share(latency: Latency, slots: int) -> float:
+    """Share of its slots that a worker in calls keeps busy: the mean latency over that of the slowest group."""
+    slowest_s = slow_end_latency_s(latency, slots, slots)
+    return latency.mean_s / slowest_s if slowest_s else 1.0
 
-    def reaches(slots: int) -> bool:
-        return all(simulate_pool(workload, links, slots, latency, seed).utilisation >= least for seed in SEEDS)
 
-    fewest = needed_slots(workload, links, latency, target, most) or 1
+def _decided_units(question: _Question, proposed: int) -> int | None:
+    """The fewest units, to a hundredth, that reach the target in every simulation; None where no useful pool does."""
+    most = question.most_units
+    fewest = question.needed_units(question.target) or 1
     low, high = max(1, fewest * 4 // 5) - 1, proposed
-    while not reaches(high):
+    while not question.reached_by(high):
         if high == most:
             return None
         low, high = high, min(most, high + high // 8 + 1)
     while high - low > max(1, proposed // 100):
         middle = (low + high) // 2
-        if reaches(middle):
+        if question.reached_by(middle):
             high = middle
         else:
             low = middle
     return high
 
 
-def _best_to_be_had(choices: list[Workload], links: Links, latency: Latency, target: float) -> Provision:
-    """Where the target is out of reach: the fewest slots that are as good as any number."""
-    goal = AS_GOOD * max(predict_pool(w, links, most_slots(w), latency).utilisation for w in choices)
-    good = [(n, w) for w in choices if (n := needed_slots(w, links, latency, min(target, goal), most_slots(w)))]
-    slots, chosen = min(good, key=lambda proposal: proposal[0])
-    return _provision(chosen, links, latency, slots, reachable=False)
+def _best_to_be_had(questions: list[_Question]) -> Provision:
+    """Where the target is out of reach: the fewest units that are as good as any number."""
+    goal = AS_GOOD * max(question.best_utilisation() for question in questions)
+    good = [(n, q) for q in questions if (n := q.needed_units(min(q.target, goal)))]
+    units, chosen = min(good, key=lambda proposal: proposal[0])
+    return _provision(chosen, units, reachable=False)
 
 
-def _provision(workload: Workload, links: Links, latency: Latency, slots: int, reachable: bool) -> Provision:
+def _provision(question: _Question, units: int, reachable: bool) -> Provision:
+    slots, mean_s = units * question.unit.effective_slots, question.latency.mean_s
     return Provision(
-        publish_interval=workload.publish_interval,
+        publish_interval=question.workload.publish_interval,
+        units=units,
         slots=slots,
-        groups_per_s=slots / latency.mean_s if latency.mean_s else math.inf,
+        groups_per_s=slots / mean_s if mean_s else math.inf,
         reachable=reachable,
-        prediction=predict_pool(workload, links, slots, latency),
-        simulated=simulate_pool(workload, links, slots, latency),
+        prediction=predict_pool(question.workload, question.links, slots, question.latency),
+        simulated=question.simulate(units, SEEDS[0]),
     )

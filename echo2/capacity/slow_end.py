@@ -34,7 +34,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
+from typing import Any
 
 from echo2.capacity.latencies import Latency, Lognormal
 from echo2.capacity.model import TOLERANCE, Condition, Links, Prediction, Workload, required_throughput
@@ -51,6 +52,12 @@ START_POINTS = 16
 
 LEASE_POINTS = 4
 """Points at which the leases of one version are taken."""
+
+NEGLIGIBLE_TRIES, MOST_TRIES = 1e-5, 400
+"""Share of the places that need more tries than are looked at, and the most tries that are."""
+
+TAIL_POINTS = 1024
+"""Points of the table of P(H > x)."""
 
 JOINT = 0.01
 """Relative difference of step times below which terms are said to bind together."""
@@ -71,22 +78,40 @@ class Tries:
         """Coefficient of variation of H."""
         self.regularity = math.exp(-3 * latency.cv - 2 * (1 - accepted_share))
         """1 where slots keep step, towards 0 where they drift apart."""
-        self._parts: list[tuple[float, Latency]] = []
-        share, left, count = accepted_share, 1.0, 1
-        while left > 1e-5 and latency.mean_s:
-            total = Lognormal(count * latency.mean_s, latency.cv / math.sqrt(count)) if count > 1 else latency
-            self._parts.append((share, total))
-            left -= share
-            share, count = share * (1 - accepted_share), count + 1
+        self._tail: Callable[[float], float] = lambda seconds: 1 - latency.share_within(seconds)
+        if accepted_share < 1 and latency.mean_s:
+            self._tail = _tail_of_sums(latency, accepted_share)
 
     def tail(self, seconds: float) -> float:
         """P(H > `seconds`)."""
-        if seconds < 0:
-            return 1.0
-        return sum(share * (1 - total.share_within(seconds)) for share, total in self._parts)
+        return 1.0 if seconds < 0 else self._tail(seconds)
 
 
-def slow_end_latency_s(latency: Latency, groups_per_batch: int, slots: int, accepted_share: float = 1.0) -> float:
+@lru_cache(maxsize=64)
+def _tail_of_sums(latency: Any, accepted_share: float) -> Callable[[float], float]:
+    """P(H > x) between points of a table, which are so close that the slow end is right to a fraction of a percent."""
+    parts: list[tuple[float, Latency]] = []
+    share, left, count = accepted_share, 1.0, 1
+    while left > NEGLIGIBLE_TRIES and count <= MOST_TRIES:
+        total = Lognormal(count * latency.mean_s, latency.cv / math.sqrt(count)) if count > 1 else latency
+        parts.append((share, total))
+        left -= share
+        share, count = share * (1 - accepted_share), count + 1
+    spread = 1 + latency.cv * latency.cv
+    step_s = latency.mean_s * (count + 8 * math.sqrt(count) * spread) / TAIL_POINTS
+    table = [sum(share * (1 - total.share_within(point * step_s)) for share, total in parts) for point in range(TAIL_POINTS)]
+
+    def tail(seconds: float) -> float:
+        place = seconds / step_s
+        if place >= TAIL_POINTS - 1:
+            return 0.0
+        low = int(place)
+        return table[low] + (place - low) * (table[low + 1] - table[low])
+
+    return tail
+
+
+def slow_end_latency_s(latency: Latency, groups_per_batch: int, slots: float, accepted_share: float = 1.0) -> float:
     """Seconds until an idle pool of `slots` has completed a batch: L at the batch's slow end, waves and tries included.
 
     Ten groups on four slots need three waves of constant latency:
@@ -99,7 +124,7 @@ def slow_end_latency_s(latency: Latency, groups_per_batch: int, slots: int, acce
     return _least_from(lambda seconds: missing(seconds) <= SLOWEST, 0.0, first_s=max(latency.mean_s, 1e-9))
 
 
-def loaded_step_time_s(workload: Workload, links: Links, slots: int, latency: Latency) -> float:
+def loaded_step_time_s(workload: Workload, links: Links, slots: float, latency: Latency) -> float:
     """τ for a pool of `slots` whose groups take `latency`; the workload's own L plays no part.
 
     Raises UserError for a pool without slots. Synchronous training with B = 10 on four slots: T + D + 3·L:
@@ -113,7 +138,7 @@ def loaded_step_time_s(workload: Workload, links: Links, slots: int, latency: La
     return _carried(workload, links, slots, Tries(latency, workload.accepted_share))[1]
 
 
-def predict_pool(workload: Workload, links: Links, slots: int, latency: Latency) -> Prediction:
+def predict_pool(workload: Workload, links: Links, slots: float, latency: Latency) -> Prediction:
     """Step time, utilisation, what binds and by how much, for a pool of `slots` whose groups take `latency`.
 
     As `loaded_step_time_s`, term by term. 26 slots complete 32.5 groups per second, enough for 32, but a batch of 32 passes
@@ -130,7 +155,7 @@ def predict_pool(workload: Workload, links: Links, slots: int, latency: Latency)
     return _predict(_Pace(carried, links, slots, tries))
 
 
-def _carried(workload: Workload, links: Links, slots: int, tries: Tries) -> tuple[Workload, float]:
+def _carried(workload: Workload, links: Links, slots: float, tries: Tries) -> tuple[Workload, float]:
     """The workload with κ as the links carry it, and its τ."""
     best, best_s = workload, math.inf
     for carried in reversed(list(_as_carried(workload, links))):
@@ -173,7 +198,7 @@ def _predict(pace: _Pace) -> Prediction:
     return Prediction(slowest_s, T / slowest_s, binding, terms, carried_interval=κ)
 
 
-def reaches(workload: Workload, links: Links, slots: int, latency: Latency, target_utilisation: float) -> bool:
+def reaches(workload: Workload, links: Links, slots: float, latency: Latency, target_utilisation: float) -> bool:
     """Whether the learner is as busy as that: U of `predict_pool` against the target, at a fraction of its cost.
 
     Raises UserError for a target that is no share.
@@ -230,7 +255,7 @@ def least_integer(suffices: Callable[[int], bool], least: int, most: int) -> int
 class _Pace:
     """Whether pool, links and snapshots keep up with steps of so many seconds, with `reserve` standard deviations to spare."""
 
-    def __init__(self, workload: Workload, links: Links, slots: int, tries: Tries, reserve: float = 0.0) -> None:
+    def __init__(self, workload: Workload, links: Links, slots: float, tries: Tries, reserve: float = 0.0) -> None:
         self.workload, self.links, self.slots, self.tries, self.reserve = workload, links, slots, tries, reserve
         self.released = workload.publish_interval * workload.groups_per_batch
         self.undisturbed = _release(tries, self.released, slots)
@@ -257,15 +282,18 @@ class _Pace:
 
     def batches_are_fresh(self, time_s: float) -> bool:
         """Whether every batch of an interval is ready in time, even if `reserve` deviations more groups are missing."""
-        workload, missing = self.workload, self._missing(time_s)
-        T, κ = workload.learner_step_s, workload.publish_interval
-        for batch in range(1, κ + 1):
-            w = workload.staleness_bound + 1 - κ + batch
-            P = κ * -(-w // κ)
-            passed_s = P * time_s - (P - w) * T - T - self.links.latency_s
-            if passed_s < 0 or not self._is_filled(batch, passed_s, missing, time_s):
-                return False
-        return True
+        passed_s = [self._passed_s(batch, time_s) for batch in range(1, self.workload.publish_interval + 1)]
+        if min(passed_s) < 0:
+            return False
+        missing = self._missing(time_s)
+        return all(self._is_filled(batch, seconds, missing, time_s) for batch, seconds in enumerate(passed_s, 1))
+
+    def _passed_s(self, batch: int, time_s: float) -> float:
+        """From the snapshot's arrival to the start of the step that takes batch i of its interval."""
+        T, κ = self.workload.learner_step_s, self.workload.publish_interval
+        w = self.workload.staleness_bound + 1 - κ + batch
+        P = κ * -(-w // κ)
+        return P * time_s - (P - w) * T - T - self.links.latency_s
 
     def freshness_needs_s(self) -> float:
         """What (S + 1 − κ)·T must exceed for a learner that never waits: D and the wait for the slowest batch."""
@@ -299,7 +327,7 @@ class _Pace:
         return True
 
 
-def _release(tries: Tries, groups: int, slots: int, held: float = 0.0) -> Callable[[float], float]:
+def _release(tries: Tries, groups: int, slots: float, held: float = 0.0) -> Callable[[float], float]:
     """out(x): how many of `groups` that `slots`, less those `held`, took on at once are not accepted after x seconds."""
     starts_s = [0.0]
     if groups + held > slots:
@@ -326,6 +354,6 @@ def _least_from(suffices: Callable[[float], bool], low: float, first_s: float = 
     return high
 
 
-def _check_slots(slots: int) -> None:
-    if not isinstance(slots, int) or slots < 1:
-        raise UserError(f"slots = {slots!r} is not a whole number from 1 up: give the groups that the pool generates at a time")
+def _check_slots(slots: float) -> None:
+    if not (math.isfinite(slots) and slots > 0):
+        raise UserError(f"slots = {slots!r} is not a finite number above 0: give the groups that the pool generates at a time")

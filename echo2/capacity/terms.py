@@ -7,13 +7,16 @@ after it have the same form; seconds, and groups per second.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from echo2.capacity.latencies import Latency, Lognormal
-from echo2.capacity.model import Links, Prediction, Workload
-from echo2.capacity.slow_end import predict_pool
+from echo2.capacity.model import Links, Workload
+from echo2.capacity.pool import SLOT, PoolUnit
+from echo2.capacity.provisioning import simulate_pool
+from echo2.capacity.simulation import SimulationResult
+from echo2.capacity.slow_end import least_integer, slow_end_latency_s
 from echo2.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,7 +24,10 @@ if TYPE_CHECKING:
 
 TermName = Literal["T", "L", "D_tx", "D_fix", "α", "μ"]
 TERM_NAMES: tuple[TermName, ...] = ("T", "L", "D_tx", "D_fix", "α", "μ")
-ESTIMATE = "estimate from [capacity]"
+ESTIMATE, GIVEN = "estimate from [capacity]", "given"
+ENGINES_IN_CALLS = ("transformers", "simulated")
+"""Engines that generate a set of groups at a time and take the next when the last of them is done."""
+MOST_CALL_SLOTS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +48,8 @@ class Terms:
     """D_fix: the rest of the dissemination latency."""
     workers: int
     """Workers that the pool consists of."""
+    worker_slots: int
+    """Groups that one worker generates at a time."""
     provenance: Mapping[TermName, str]
     """Where each term comes from, in words."""
 
@@ -55,9 +63,15 @@ class Terms:
             )
 
     @property
-    def slots(self) -> int:
-        """Groups that the pool has under way when no slot is idle: μ·L, by Little's law; at least 1."""
-        return max(1, round(self.groups_per_s * self.latency.mean_s))
+    def slots(self) -> float:
+        """Groups that the pool has under way while there is work: μ·L, by Little's law."""
+        return self.groups_per_s * self.latency.mean_s
+
+    def unit(self, config: Config) -> PoolUnit:
+        """What the pool grows by: a worker where the engine generates in calls, else a slot."""
+        if config.worker.engine not in ENGINES_IN_CALLS:
+            return SLOT
+        return PoolUnit(self.worker_slots, in_calls=True, effective_slots=self.slots / self.workers)
 
     @property
     def links(self) -> Links:
@@ -80,21 +94,74 @@ class Terms:
         return replace(self, workers=workers, groups_per_s=self.groups_per_s / self.workers * workers)
 
 
+def what_if(terms: Terms, measured_in: Config, config: Config, given: Collection[str]) -> Terms:
+    """`terms` that were measured with one configuration, as they are to be expected with another one.
+
+    The learner's work grows with B, μ with the workers and, where a capped uplink is shared, D_tx with the workers and against
+    the cap. Keys of [capacity] that the user has `given` count instead of what was measured.
+    """
+    changes: dict[str, Any] = {}
+    provenance = dict(terms.provenance)
+    if (groups := config.batch.groups) != (former := measured_in.batch.groups):
+        changes["learner_step_s"] = terms.learner_step_s * groups / former
+        provenance["T"] = f"in proportion to B = {groups}; {terms.provenance['T']} with B = {former}"
+    workers = config.fleet.workers or terms.workers
+    cap, former_cap = config.dissemination.uplink_bytes_per_s, measured_in.dissemination.uplink_bytes_per_s
+    if cap and former_cap and (workers != terms.workers or cap != former_cap):
+        changes["transfer_s"] = terms.transfer_s * workers / terms.workers * former_cap / cap
+        provenance["D_tx"] = f"in proportion to workers over uplink; {terms.provenance['D_tx']} with {terms.workers} workers"
+    terms = replace(terms.with_workers(workers), provenance=provenance, **changes)
+    return _with_given(terms, config, given)
+
+
+def _with_given(terms: Terms, config: Config, given: Collection[str]) -> Terms:
+    capacity, mean_s, cv = config.capacity, config.capacity.group_latency_s, config.capacity.group_latency_cv
+    changes: dict[str, tuple[TermName, dict[str, Any]]] = {
+        "learner_step_s": ("T", {"learner_step_s": capacity.learner_step_s}),
+        "group_latency_s": ("L", {"latency": terms.latency.scaled_to(mean_s)}),
+        "group_latency_cv": ("L", {"latency": Lognormal(terms.latency.mean_s, cv)}),
+        "worker_groups_per_s": ("μ", {"groups_per_s": terms.workers * capacity.worker_groups_per_s}),
+        "accepted_share": ("α", {"accepted_share": capacity.accepted_share}),
+        "transfer_s": ("D_tx", {"transfer_s": capacity.transfer_s}),
+        "dissemination_fixed_s": ("D_fix", {"fixed_s": capacity.dissemination_fixed_s}),
+    }
+    chosen = [changes[key] for key in changes if f"capacity.{key}" in given]
+    if {"capacity.group_latency_s", "capacity.group_latency_cv"} <= set(given):
+        chosen.append(("L", {"latency": Lognormal(mean_s, cv)}))
+    for name, change in chosen:
+        terms = replace(terms, provenance={**terms.provenance, name: GIVEN}, **change)
+    return terms
+
+
 def estimate_terms(config: Config, workers: int) -> Terms:
     """What [capacity] lets expect of so many workers."""
     given = config.capacity
+    latency = Lognormal(given.group_latency_s, given.group_latency_cv)
     return Terms(
         learner_step_s=given.learner_step_s,
-        latency=Lognormal(given.group_latency_s, given.group_latency_cv),
+        latency=latency,
         groups_per_s=workers * given.worker_groups_per_s,
         accepted_share=given.accepted_share,
         transfer_s=given.transfer_s,
         fixed_s=given.dissemination_fixed_s,
         workers=workers,
+        worker_slots=call_slots(latency, given.worker_groups_per_s),
         provenance=dict.fromkeys(TERM_NAMES, ESTIMATE),
     )
 
 
-def predict_run(config: Config, terms: Terms) -> Prediction:
-    """The closed form for `config`'s B, S and κ with these terms; raises UserError where a term is impossible."""
-    return predict_pool(terms.workload(config), terms.links, terms.slots, terms.latency)
+def call_slots(latency: Latency, groups_per_s: float) -> int:
+    """Slots that complete so many groups per second in calls, each as long as its slowest group; at least 1."""
+
+    def suffice(slots: int) -> bool:
+        return slots >= groups_per_s * slow_end_latency_s(latency, slots, slots)
+
+    most = 1
+    while not suffice(most) and most < MOST_CALL_SLOTS:
+        most *= 2
+    return least_integer(suffice, 1, most) or most
+
+
+def predict_run(config: Config, terms: Terms) -> SimulationResult:
+    """The twin for `config`'s B, S and κ with these terms; raises UserError where a term is impossible."""
+    return simulate_pool(terms.workload(config), terms.links, terms.slots, terms.latency, terms.unit(config))

@@ -174,6 +174,9 @@ def _add_worker_routes(app: FastAPI, run: RunDirectory) -> None:
 
     @app.post("/v1/workers/{worker_id}/leases")
     async def lease(request: Request, worker_id: str, wanted: LeaseRequest) -> dict[str, Any]:
+        # A request that outlived its sender, as in a hub that was held up, would take leases that nobody works at.
+        if await request.is_disconnected():
+            raise UserError(f"worker {worker_id} is not there any more to take leases")
         return (await _hub(request).lease(worker_id, wanted.limit, wanted.wait_s)).model_dump()
 
     @app.post("/v1/workers/{worker_id}/returns")

@@ -1,7 +1,11 @@
-"""How a run stands, for the hub itself and for a look from outside it."""
+"""How a run stands, for the hub itself and for a look from outside it.
+
+Invariant: a look from outside changes nothing in the run's directory.
+"""
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,48 +13,55 @@ from typing import Any
 
 from echo2.capacity.calibration import Observations, calibrate
 from echo2.errors import UserError
-from echo2.hub.database import Database
+from echo2.hub.database import Database, damaged
 from echo2.hub.group_book import rules_of
 from echo2.hub.ledger import Ledger
 from echo2.hub.roster import Roster
 from echo2.hub.statistics import Statistics
-from echo2.run_directory import RunDirectory, open_run
+from echo2.run_directory import RunRecord, read_run
 
 MISSED_HEARTBEATS = 3.5
 
 
 def inspect_run(path: Path) -> dict[str, Any]:
     """The status of the run in directory `path`, read from its ledger; raises UserError if there is none yet."""
-    run = open_run(path)
+    run = read_run(path)
     with _open_ledger(run) as database:
         return describe_run(run, database)
 
 
-def observe_run(run: RunDirectory, since_s: float = 0.0) -> Observations:
+def observe_run(run: RunRecord, since_s: float = 0.0) -> Observations:
     """What the run's ledger says about the capacity model's terms, from `since_s` on; raises UserError if there is none yet."""
     with _open_ledger(run) as database:
         return Statistics(database).observations(_silence_s(run), since_s)
 
 
-def _silence_s(run: RunDirectory) -> float:
+def _silence_s(run: RunRecord) -> float:
     """A worker that missed so many seconds of heartbeats is taken as gone, long before its leases are given to others."""
     return MISSED_HEARTBEATS * run.config.worker.heartbeat_interval_s
 
 
 @contextmanager
-def _open_ledger(run: RunDirectory) -> Iterator[Database]:
+def _open_ledger(run: RunRecord) -> Iterator[Database]:
     if not run.ledger.exists():
         raise UserError(f"run {run.path} has no ledger yet: its hub has not started")
-    database = Database(run.ledger, run.run_id)
+    database = Database(run.ledger, run.run_id, read_only=True)
     try:
         yield database
+    except sqlite3.DatabaseError as error:
+        raise damaged(run.ledger, error) from None
     finally:
         database.close()
 
 
-def describe_run(run: RunDirectory, database: Database) -> dict[str, Any]:
-    """The run's status: counts, rates, waste, workers, the last step, the measured terms, money, events."""
+def describe_run(run: RunRecord, database: Database) -> dict[str, Any]:
+    """The run's status: counts, rates, waste, workers, the last step, the measured terms, money, events.
+
+    `quiet_s` is how long nothing has happened, where that is longer than a worker may be silent, and None otherwise; the rate
+    of such a run is the one before it fell quiet.
+    """
     ledger, roster, statistics = Ledger(database, rules_of(run.config)), Roster(database), Statistics(database)
+    quiet_s = statistics.quiet_s(run.config.hub.heartbeat_timeout_s)
     workers = [
         {
             "worker_id": worker.worker_id,
@@ -71,7 +82,8 @@ def describe_run(run: RunDirectory, database: Database) -> dict[str, Any]:
         "max_trained_staleness": statistics.max_trained_staleness(),
         "groups": statistics.groups_by_state(),
         "wasted_tokens": statistics.wasted_tokens(),
-        "rollouts_per_s": statistics.rollouts_per_s(),
+        "quiet_s": quiet_s,
+        "rollouts_per_s": statistics.rollouts_per_s(quiet=quiet_s is not None),
         "workers": workers,
         "workers_seen": statistics.workers_seen(),
         "versions_disseminated": statistics.versions_loaded(),

@@ -12,11 +12,12 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import closing
 
 from echo2.errors import UserError, WaitTimeout
 from echo2.hub.address import url_of
 from echo2.hub.client import HubClient
-from echo2.logs import last_line
+from echo2.logs import ending_of
 from echo2.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ class HubProcess:
         self.url = url_of(self._listener)
         self._process: subprocess.Popen[bytes] | None = None
         self._started_at = 0.0
+        self._untold_endings: list[str] = []
 
     def start(self) -> None:
         """Launch the process; `wait_ready` waits for it."""
@@ -52,25 +54,39 @@ class HubProcess:
     def wait_ready(self) -> None:
         """Wait until the hub answers; raises UserError with its last words if it ends instead, WaitTimeout after too long."""
         deadline = time.monotonic() + self._run.config.hub.start_timeout_s
-        probe = HubClient(self.url, self._run.token, request_timeout_s=2.0, patience_s=0.0)
-        try:
+        with closing(HubClient(self.url, self._run.token, request_timeout_s=2.0, patience_s=0.0)) as probe:
             while time.monotonic() < deadline:
-                if self._ended():
-                    raise UserError(f"the hub ended at its start; it said: {self._last_words()}")
+                if (ending := self._ending()) is not None:
+                    raise UserError(f"the hub ended at its start: {ending}")
                 try:
                     probe.health()
                 except WaitTimeout:
                     continue
                 return
-        finally:
-            probe.close()
         raise WaitTimeout(f"the hub did not answer within hub.start_timeout_s = {self._run.config.hub.start_timeout_s:g}")
 
     def keep_alive(self) -> None:
-        """Start the hub again if it ended; to be called about once a second."""
-        if self._process is not None and self._ended() and time.monotonic() - self._started_at > 1.0:
-            log.warning("the hub ended and is started again; it said: %s", self._last_words())
+        """Start the hub again if it ended, and tell the ledger once it is back; to be called about once a second."""
+        ending = self._ending()
+        if ending is None:
+            self._tell_endings()
+        elif time.monotonic() - self._started_at > 1.0:
+            log.warning("the hub ended and is started again: %s", ending)
+            self._untold_endings.append(ending)
             self.start()
+
+    def _tell_endings(self) -> None:
+        if not self._untold_endings:
+            return
+        with closing(HubClient(self.url, self._run.token, request_timeout_s=2.0, patience_s=0.0)) as probe:
+            try:
+                # An event that is sent before the hub answers might be taken up twice.
+                probe.health()
+            except WaitTimeout:
+                return
+            while self._untold_endings:
+                probe.note("hub restarted", "hub", self._untold_endings[0])
+                del self._untold_endings[0]
 
     def stop(self) -> None:
         """End the process."""
@@ -83,8 +99,7 @@ class HubProcess:
                 process.kill()
                 process.wait()
 
-    def _ended(self) -> bool:
-        return self._process is not None and self._process.poll() is not None
-
-    def _last_words(self) -> str:
-        return last_line(self._run.logs / "hub.log")
+    def _ending(self) -> str | None:
+        """How the process ended; None while it runs."""
+        code = self._process.poll() if self._process is not None else None
+        return None if code is None else ending_of(code, self._run.logs / "hub.log")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 from pathlib import Path
 from types import FrameType
 
@@ -19,7 +20,10 @@ GRACE_S = 1
 
 
 def serve(run_path: Path, listening_fd: int | None, parent_pid: int | None) -> None:
-    """Serve the run until SIGTERM. With `listening_fd` the socket is the parent's, so that it outlives this process."""
+    """Serve the run until SIGTERM; a hub that failed ends with exit code 1.
+
+    With `listening_fd` the socket is the parent's, so that it outlives this process.
+    """
     run = open_run(run_path)
     if parent_pid is not None:
         end_with_parent(parent_pid, lambda: os.kill(os.getpid(), signal.SIGTERM))
@@ -29,14 +33,24 @@ def serve(run_path: Path, listening_fd: int | None, parent_pid: int | None) -> N
     settings = uvicorn.Config(
         create_app(run), log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE_S, timeout_keep_alive=75
     )
-    _HubServer(settings).run(sockets=[listener])
+    server = _HubServer(settings)
+    server.run(sockets=[listener])
+    if server.failed:
+        sys.exit(1)
 
 
 class _HubServer(uvicorn.Server):
     """Ends long-polls first, since a server waits for the requests under way before it stops."""
 
+    failed = False
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         hub = getattr(self.config.app.state, "hub", None)  # type: ignore[union-attr]
         if hub is not None:
             hub.release_waiters()
+            self.failed = hub.failed
+        if self.failed:
+            # The signal was the hub's own: it ends with an exit code, not as if somebody had killed it.
+            self.should_exit = True
+            return
         super().handle_exit(sig, frame)

@@ -38,13 +38,6 @@ SWEEP_INTERVAL_S = 0.5
 Result = TypeVar("Result")
 
 
-def _end_if_failed(chore: asyncio.Task[None]) -> None:
-    """A hub that lacks a chore would stall the run in silence; one that ends is started again and takes up what was left."""
-    if not chore.cancelled() and chore.exception() is not None:
-        log.critical("the hub ends, since one of its chores failed", exc_info=chore.exception())
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
 class Hub:
     """Serves one run; made and used inside one event loop."""
 
@@ -77,6 +70,7 @@ class Hub:
         self.snapshot_loaded = Signal()
         self._to_score: asyncio.Queue[int] = asyncio.Queue()
         self._chores: list[asyncio.Task[None]] = []
+        self.failed = False
 
     async def start(self) -> None:
         """Take up what an earlier hub left, and begin the chores."""
@@ -86,7 +80,14 @@ class Hub:
         scorers = [self._score_groups() for _ in range(2 * self.run.config.hub.scoring_processes)]
         self._chores = [asyncio.create_task(chore) for chore in (self._sweep(), *scorers)]
         for chore in self._chores:
-            chore.add_done_callback(_end_if_failed)
+            chore.add_done_callback(self._end_if_failed)
+
+    def _end_if_failed(self, chore: asyncio.Task[None]) -> None:
+        """A hub that lacks a chore would stall the run in silence; one that ends is started again and takes up what is left."""
+        if not chore.cancelled() and chore.exception() is not None:
+            log.critical("the hub ends, since one of its chores failed", exc_info=chore.exception())
+            self.failed = True
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def release_waiters(self) -> None:
         """The hub is about to stop: answer every long-poll now."""
@@ -96,8 +97,8 @@ class Hub:
     async def stop(self) -> None:
         for chore in self._chores:
             chore.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await chore
+        # One that failed has said so already, and must not keep the others from their end.
+        await asyncio.gather(*self._chores, return_exceptions=True)
         await asyncio.to_thread(self._scoring.close)
         await self._look(self._view.close)
         await self.durably(self._db.close)

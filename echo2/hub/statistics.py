@@ -45,15 +45,26 @@ class Statistics:
         )
         return wasted | {r["state"]: r["tokens"] for r in dropped}
 
-    def rollouts_per_s(self) -> float:
-        """Scored members per second over the last half minute."""
-        since = self._clock() - RATE_WINDOW_S
-        count = self._db.value(
-            "SELECT COUNT(reward) FROM groups JOIN rollouts USING (group_id) WHERE groups.scored_at_s > ?", since
+    def quiet_s(self, timeout_s: float) -> float | None:
+        """Seconds since the last sign of life, if more than `timeout_s`: then the run is over, or waits for workers."""
+        newest_s = self._db.value(
+            "SELECT MAX(at) FROM (SELECT MAX(last_seen_at_s) AS at FROM workers UNION ALL SELECT MAX(finished_at_s) FROM steps"
+            " UNION ALL SELECT MAX(scored_at_s) FROM groups UNION ALL SELECT MAX(at_s) FROM events)"
         )
-        first = self._db.row("SELECT MIN(leased_at_s) AS at FROM groups")
-        began = first["at"] if first and first["at"] is not None else self._clock()
-        return count / max(1.0, min(RATE_WINDOW_S, self._clock() - began))
+        silence_s = self._clock() - newest_s
+        return silence_s if newest_s and silence_s > timeout_s else None
+
+    def rollouts_per_s(self, quiet: bool = False) -> float:
+        """Scored members per second over the last half minute; in a `quiet` run the one that its last scores ended."""
+        ended = self._clock()
+        if quiet:
+            ended = self._db.value("SELECT MAX(scored_at_s) FROM groups") or ended
+        count = self._db.value(
+            "SELECT COUNT(reward) FROM groups JOIN rollouts USING (group_id) WHERE groups.scored_at_s > ?",
+            ended - RATE_WINDOW_S,
+        )
+        began = self._db.value("SELECT MIN(leased_at_s) FROM groups") or ended
+        return count / max(1.0, min(RATE_WINDOW_S, ended - began))
 
     def step_metrics(self) -> list[dict[str, float]]:
         """The metrics of every committed step, in order, each with its `step`."""
@@ -110,7 +121,7 @@ class Statistics:
         return [StepTime(r["step"], r["finished_at_s"], r["work_s"], r["wait_s"]) for r in timed]
 
     def _groups_since(self, since_s: float) -> tuple[list[GroupTime], list[bool]]:
-        """Times of the groups that were scored, and whether each settled one was accepted, both by time."""
+        """Times of the groups that were scored, and whether each was accepted, unless it only grew too old; both by time."""
         newest = self._db.value("SELECT MAX(group_id) FROM groups")
         rows = self._db.rows(
             "SELECT state, scored_at_s, attempts.worker_id AS worker_id, attempts.leased_at_s AS leased_at_s, ended_at_s,"
@@ -125,7 +136,7 @@ class Statistics:
             for r in rows
             if r["outcome"] == "posted" and r["scored_at_s"] is not None
         ]
-        return times, [r["state"] in ("ready", "trained") for r in rows]
+        return times, [r["state"] in ("ready", "trained") for r in rows if r["state"] != "expired"]
 
     def _loads_since(self, since_s: float, steps: Mapping[int, StepTime]) -> list[Load]:
         """Loads of versions that these steps made, without those from before a resume."""

@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from functools import partial
 
 from echo2.config import Config, override
 from echo2.errors import ConfigError
 from echo2.hub.client import HubClient
 from echo2.lifeline import end_with_parent
 from echo2.rollout.worker import Worker
+
+PARENTLESS_NOTICE_S = 3.0
+"""The learner that started this worker is gone, and most likely its hub with it: there is nobody to hand much to."""
 
 
 def work(hub_url: str, token: str, name: str, overrides: list[str], parent_pid: int | None) -> None:
@@ -38,7 +42,7 @@ def work(hub_url: str, token: str, name: str, overrides: list[str], parent_pid: 
     for notice in (signal.SIGTERM, signal.SIGINT):
         signal.signal(notice, lambda *_: worker.stop())
     if parent_pid is not None:
-        end_with_parent(parent_pid, worker.stop)
+        end_with_parent(parent_pid, partial(worker.stop, PARENTLESS_NOTICE_S))
     print(f"worker {welcome.worker_id} serves run {welcome.run_id}", flush=True)
     try:
         worker.run()

@@ -74,6 +74,7 @@ class Worker:
         self._token = token
         client.patience_s = PATIENCE_S
         self._leaving = threading.Event()
+        self._notice_s = NOTICE_S
         self._news = threading.Condition()
         self._telemetry = Telemetry()
         self._pulse = Pulse(client, name, welcome.worker_id, config.worker.heartbeat_interval_s, lambda: self._telemetry)
@@ -86,8 +87,9 @@ class Worker:
         """Whether the hub said that the run is over."""
         return self._leases.run_ended.is_set()
 
-    def stop(self) -> None:
-        """Leave: hand in what is finished, return the rest."""
+    def stop(self, notice_s: float = NOTICE_S) -> None:
+        """Leave within `notice_s`: hand in what is finished, return the rest."""
+        self._notice_s = notice_s
         self._leaving.set()
 
     def run(self) -> None:
@@ -97,14 +99,13 @@ class Worker:
         self._follower.start()
         self._outbox.start()
         self._leases.start()
-        notice_s = NOTICE_S
         try:
             self._work(engine)
         except Orphaned:
-            notice_s = 0.0
+            self._notice_s = 0.0
             raise
         finally:
-            self._leave(notice_s)
+            self._leave(self._notice_s)
 
     def _work(self, engine: Engine) -> None:
         while not self._leaving.is_set() and not self._leases.run_ended.is_set():

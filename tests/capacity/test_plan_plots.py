@@ -91,7 +91,7 @@ def test_each_panel_changes_one_number_only() -> None:
     by_pool, by_staleness, by_latency = panels(plan)
     least = by_pool.values[0]
     now = Situation(plan.workload, plan.links, plan.terms.slots, plan.terms.latency)
-    assert by_pool.configured[0] == replace(now, slots=round(least * 0.8)).utilisation < 0.1
+    assert by_pool.configured[0] == replace(now, slots=least * 0.8).utilisation < 0.1
     assert at(by_staleness, 6)[0] == replace(now, workload=replace(plan.workload, staleness_bound=6)).utilisation
     longest_s = by_latency.values[-1]
     links = Links(longest_s / 4, longest_s * 3 / 4)
@@ -192,8 +192,17 @@ def test_a_path_that_cannot_be_written_is_one_line_and_exit_code_2(tmp_path: Pat
     (tmp_path / "folder.png").mkdir()
     assert "No such file or directory" in refusal("--plot", tmp_path / "none" / "plan.png")
     assert "Is a directory" in refusal("--plot", tmp_path / "folder.png")
-    assert "does not end in .png" in refusal("--plot", tmp_path / "plan.jpg")
+    for target in (tmp_path / "plan.jpg", tmp_path / ".png", "", f"{tmp_path}/plan.png/", f"{tmp_path}/plan.png/."):
+        assert "does not end in .png" in refusal("--plot", target)
     assert [entry.name for entry in tmp_path.iterdir()] == ["folder.png"]
+
+
+def test_the_plot_is_refused_before_anything_is_computed_and_drawn_after_the_plan_is_shown(tmp_path: Path) -> None:
+    uncomputable = "import echo2.capacity.plan\necho2.capacity.plan.make_plan = None"
+    assert "No such file or directory" in refusal("--plot", tmp_path / "none" / "plan.png", code=uncomputable)
+    undrawable = "import echo2.capacity.plots\necho2.capacity.plots.plot_plan = None"
+    done = echo2_plan("configs/demo.toml", "--plot", tmp_path / "plan.png", code=undrawable)
+    assert done.returncode != 0 and done.stdout == echo2_plan("configs/demo.toml").stdout
 
 
 def test_without_matplotlib_only_the_plot_is_refused_and_the_extra_is_named(tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ import pytest
 from echo2.capacity.dials import Dial, Situation, dials
 from echo2.capacity.latencies import Constant, Empirical, Lognormal
 from echo2.capacity.model import Links, Workload
-from echo2.capacity.pool import Pool, WorkerKind
-from echo2.capacity.provisioning import most_slots, provision, simulate_pool
+from echo2.capacity.pool import Pool, PoolUnit, WorkerKind
+from echo2.capacity.provisioning import provision, simulate_pool
 from echo2.capacity.simulation import simulate
+from echo2.capacity.slow_end import slow_end_latency_s
 from echo2.errors import UserError
 
 EXAMPLE, EXAMPLE_LINKS = Workload(1.0, 32, 4, 3, 0.8, 1.0), Links(2.0, 0.0)
@@ -40,9 +41,9 @@ def test_a_provisioned_pool_reaches_the_target_for_other_seeds_and_is_hardly_lar
             only = Pool((WorkerKind(1, slots=slots),))
             return simulate(workload, case.links, only, 240, seed, latency=case.latency, carry="newest").utilisation
 
-        reached.append(utilisation(pool.slots) >= 0.95)
-        least = next((slots for slots in range(pool.slots, 0, -1) if utilisation(slots) < 0.97), 0) + 1
-        over.append(pool.slots / least)
+        reached.append(utilisation(pool.units) >= 0.95)
+        least = next((slots for slots in range(pool.units, 0, -1) if utilisation(slots) < 0.97), 0) + 1
+        over.append(pool.units / least)
     assert len(reached) >= 10
     assert fmean(reached) >= 0.95
     assert median(over) <= 1.05
@@ -59,7 +60,7 @@ def test_where_the_target_is_out_of_reach_the_best_that_can_be_had_is_said() -> 
         assert pool.prediction.binding.name != "learner"
         for interval in range(1, case.workload.staleness_bound + 2):
             workload = replace(case.workload, publish_interval=interval)
-            best = Situation(workload, case.links, most_slots(workload), case.latency).utilisation
+            best = Situation(workload, case.links, beyond_use(workload), case.latency).utilisation
             assert pool.prediction.utilisation >= 0.99 * min(best, 0.97)
     assert seen >= 5
 
@@ -80,11 +81,47 @@ def test_a_provision_tells_the_staleness_and_the_waste_to_expect() -> None:
     assert 0.25 <= pool.simulated.waste_share < 0.35
 
 
-def test_slots_beyond_the_most_that_is_proposed_change_nothing() -> None:
+def beyond_use(workload: Workload) -> float:
+    """Slots for twice the groups that admission lets be under way."""
+    return 2.0 * (workload.staleness_bound + 1) * workload.groups_per_batch
+
+
+def test_slots_beyond_twice_what_admission_lets_be_under_way_change_nothing() -> None:
     workload, latency = Workload(1.0, 8, 2, 1, 3.0, 1.0), Lognormal(3.0, 0.5)
-    most = most_slots(workload)
-    few, many = (simulate_pool(workload, Links(0.2, 0.2), slots, latency) for slots in (most, 10 * most))
+    few, many = (
+        simulate_pool(workload, Links(0.2, 0.2), slots, latency) for slots in (beyond_use(workload), 10 * beyond_use(workload))
+    )
     assert few.step_time_s == pytest.approx(many.step_time_s, rel=0.01)
+
+
+def test_a_pool_of_workers_in_calls_is_provisioned_in_whole_workers_and_needs_more_slots() -> None:
+    workload, latency = Workload(1.0, 32, 4, 2, 0.8, 1.0), Lognormal(0.8, 0.6)
+    effective = 8 * latency.mean_s / slow_end_latency_s(latency, 8, 8)
+    unit = PoolUnit(8, in_calls=True, effective_slots=effective)
+    in_calls = provision(workload, Links(0.5, 0.2), 0.97, latency=latency, unit=unit)
+    at_once = provision(workload, Links(0.5, 0.2), 0.97, latency=latency)
+    assert in_calls.reachable and at_once.reachable
+    assert in_calls.slots == pytest.approx(in_calls.units * effective)
+    assert 8 * in_calls.units > at_once.units
+    pool = Pool((WorkerKind(in_calls.units, 8, in_calls=True),))
+    own = replace(workload, publish_interval=in_calls.publish_interval)
+    assert simulate(own, Links(0.5, 0.2), pool, 240, 9, latency=latency, carry="newest").utilisation >= 0.95
+
+
+def test_a_pool_of_any_fractional_size_completes_what_its_slots_do() -> None:
+    workload = Workload(0.01, 16, 6, 1, 1.0, 1.0)
+    for slots in (0.3, 2.4, 7.5):
+        result = simulate_pool(workload, Links(0.0, 0.0), slots, Constant(1.0))
+        assert result.step_time_s == pytest.approx(16 / slots, rel=0.02)
+
+
+@pytest.mark.parametrize(("groups", "slots"), [(8192, 40.0), (8192, 3000.0), (20_000, 20_000.0)])
+def test_a_large_batch_is_simulated_in_small_with_the_same_pace(groups: int, slots: float) -> None:
+    workload, latency = Workload(1.0, groups, 3, 1, 1.0, 0.9), Lognormal(1.0, 0.5)
+    whole = simulate(workload, Links(0.2, 0.1), Pool((WorkerKind(1, round(slots)),)), 16, 1, latency=latency, carry="newest")
+    small = simulate_pool(workload, Links(0.2, 0.1), slots, latency)
+    assert small.trained < whole.trained
+    assert small.step_time_s == pytest.approx(whole.step_time_s, rel=0.03)
 
 
 @pytest.mark.parametrize("target", [0.0, -0.5, 1.01, math.nan, math.inf])

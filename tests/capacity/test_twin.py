@@ -12,7 +12,9 @@ from echo2.capacity.admission import live_group_limit
 from echo2.capacity.latencies import Constant, Empirical, Lognormal
 from echo2.capacity.model import Links, Workload, step_time_s
 from echo2.capacity.pool import Pool, WorkerKind
-from echo2.capacity.simulation import ENDLESS, SimulationResult, Twin, simulate
+from echo2.capacity.simulation import SimulationResult, simulate
+from echo2.capacity.slow_end import slow_end_latency_s
+from echo2.capacity.twin import ENDLESS, Twin
 from echo2.errors import UserError
 
 seeded = settings(derandomize=True, deadline=None, max_examples=60)
@@ -285,3 +287,28 @@ def test_draws_follow_their_distribution(latency) -> None:
     assert sum(draws) / len(draws) == pytest.approx(latency.mean_s, rel=0.02)
     for seconds in (0.5, 1.5, 2.0, 3.5):
         assert sum(d <= seconds for d in draws) / len(draws) == pytest.approx(latency.share_within(seconds), abs=0.01)
+
+
+def test_a_worker_in_calls_waits_for_its_slowest_group() -> None:
+    """Generation-bound with S to spare: a call of n takes the mean of the slowest of n, not of one."""
+    workload, latency = Workload(0.1, 64, 6, 1, 1.0, 1.0), Lognormal(1.0, 0.8)
+    slowest_s = slow_end_latency_s(latency, 16, 16)
+    in_calls = simulate(workload, Links(0.0, 0.0), Pool((WorkerKind(4, 16, in_calls=True),)), 200, 1, latency=latency)
+    at_once = simulate(workload, Links(0.0, 0.0), Pool((WorkerKind(4, 16),)), 200, 1, latency=latency)
+    assert slowest_s > 2
+    assert at_once.step_time_s == pytest.approx(1.0, rel=0.05)
+    assert in_calls.step_time_s == pytest.approx(slowest_s, rel=0.05)
+
+
+def test_a_worker_in_calls_holds_its_version_until_the_call_is_over() -> None:
+    """Synchronous, one worker: calls of two for a batch of three, so that every step takes two calls."""
+    workload, pool = Workload(1.0, 3, 0, 1, 0.5, 1.0), Pool((WorkerKind(1, 2, in_calls=True),))
+    assert simulate(workload, Links(0.25, 0.0), pool, 40, 0).step_time_s == pytest.approx(1.0 + 0.25 + 2 * 0.5)
+
+
+def test_with_one_slot_a_worker_in_calls_is_like_any_other() -> None:
+    workload, latency, links = Workload(1.0, 8, 2, 1, 1.0, 0.8), Lognormal(1.0, 0.5), Links(0.3, 0.2)
+    plain, in_calls = (
+        simulate(workload, links, Pool((WorkerKind(9, 1, in_calls=calls),)), 100, 3, latency=latency) for calls in (False, True)
+    )
+    assert plain == in_calls

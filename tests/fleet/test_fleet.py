@@ -1,10 +1,13 @@
 """The fleet keeps its size, tells the ledger what is paid for, and ends everything that it started."""
 
+import os
+import signal
 from itertools import pairwise
 
 import pytest
 
 from clouds.fleet import HOPELESS_DEATHS, Fleet, Offer, WorkerBackend
+from clouds.local import LocalBackend
 from echo2.errors import UserError
 
 
@@ -36,8 +39,8 @@ class FakeBackend(WorkerBackend):
     def terminate(self, names, timeout_s):
         self.there -= names
 
-    def last_words(self, name):
-        return f"{name} was preempted"
+    def ending(self, name):
+        return "killed by SIGKILL"
 
 
 class FakeHub:
@@ -81,7 +84,7 @@ def test_a_worker_that_died_is_replaced_and_both_intervals_are_paid_for(parts):
     assert backend.launches == ["worker-0", "worker-1", "worker-1"]
     assert hub.open == [("worker-0", "fake", 1.5), ("worker-1", "fake", 1.5), ("worker-1", "fake", 1.5)]
     assert hub.closed == ["worker-1"]
-    assert hub.events == [("worker ended", "worker-1", "worker-1 was preempted")]
+    assert hub.events == [("worker ended", "worker-1", "killed by SIGKILL")]
     fleet.stop()
     assert backend.there == set()
     assert sorted(hub.closed) == ["worker-0", "worker-1", "worker-1"]
@@ -102,14 +105,14 @@ def test_pauses_grow_while_a_worker_keeps_dying_early(parts):
     assert gaps == sorted(gaps) and gaps[-1] >= 4 * gaps[0]
 
 
-def test_a_fleet_whose_workers_all_die_at_once_is_given_up_with_their_last_words(parts):
+def test_a_fleet_whose_workers_all_die_at_once_is_given_up_with_how_they_ended(parts):
     fleet, backend, _, clock = parts
     for _ in range(HOPELESS_DEATHS + 1):
         clock.now += 70.0 if backend.launches else 0.0
         fleet.reconcile()
         backend.there.clear()
         fleet.reconcile()
-    with pytest.raises(UserError, match="worker-0 said: worker-0 was preempted"):
+    with pytest.raises(UserError, match="worker-0 the last time: killed by SIGKILL"):
         fleet.raise_if_hopeless()
 
 
@@ -131,3 +134,24 @@ def test_nothing_is_launched_after_the_stop(parts):
     fleet.stop()
     fleet.reconcile()
     assert backend.there == set()
+
+
+def ending_of_a_local_worker(folder, hub_url, notice=None):
+    """How a worker process ended, by itself or with a signal from outside."""
+    backend = LocalBackend(hub_url, "token", folder, threads=1, price_usd_per_hour=0.0)
+    (folder / "w.log").write_text("a warning of an earlier process\n")
+    backend.launch("w")
+    process = backend._processes["w"]
+    if notice is not None:
+        os.kill(process.pid, notice)
+    process.wait(30)
+    return backend.ending("w")
+
+
+def test_a_local_worker_that_was_killed_is_told_by_its_signal_and_not_by_its_last_line(tmp_path):
+    assert ending_of_a_local_worker(tmp_path, "http://127.0.0.1:9", signal.SIGKILL) == "killed by SIGKILL"
+    assert ending_of_a_local_worker(tmp_path, "http://127.0.0.1:9", signal.SIGRTMIN + 1) == "killed by signal 35"
+
+
+def test_a_local_worker_that_ended_itself_is_told_by_its_exit_code_and_last_words(tmp_path):
+    assert ending_of_a_local_worker(tmp_path, "nonsense").startswith("exit code 2; it said: echo2: hub address 'nonsense'")

@@ -3,8 +3,10 @@
 import http.server
 import os
 import signal
+import sqlite3
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -115,6 +117,33 @@ def test_an_accepted_rollout_survives_kill_9_of_the_hub(make_run, serve, publish
     assert client.post(worker_id, group_of(leases[0])) == "duplicate"
     assert client.post(worker_id, group_of(leases[1])) == "accepted"
     assert [g.group_id for g in client.take_batch(0).groups] == [0, 1]
+
+
+def test_a_hub_that_was_killed_is_told_by_its_signal_and_remembered_once_it_is_back(make_run, serve, caplog):
+    process, client = serve(make_run(*FEW))
+    os.kill(process._process.pid, signal.SIGKILL)
+    wait_until(lambda: process._process.poll() is not None)
+    time.sleep(1.0)
+
+    def restarts():
+        process.keep_alive()
+        return [(event["subject"], event["detail"]) for event in client.status()["events"] if event["kind"] == "hub restarted"]
+
+    wait_until(restarts)
+    assert [restarts() for _ in range(3)][-1] == [("hub", "killed by SIGKILL")]
+    assert caplog.messages == ["the hub ended and is started again: killed by SIGKILL"]
+
+
+def test_a_hub_whose_chore_fails_ends_with_an_error_and_says_which(make_run, serve, caplog):
+    run = make_run(*FEW)
+    process, _ = serve(run)
+    with closing(sqlite3.connect(run.ledger)) as database:
+        database.execute("DROP TABLE groups")
+    assert process._process.wait(20) == 1
+    time.sleep(1.0)
+    process.keep_alive()
+    (message,) = caplog.messages
+    assert "exit code 1; it said: sqlite3.OperationalError: no such table: groups" in message
 
 
 def test_a_silent_worker_is_lost_and_its_leases_go_to_another(make_run, serve, publish):

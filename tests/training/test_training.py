@@ -93,10 +93,12 @@ def test_without_staleness_one_worker_reproduces_a_plain_synchronous_loop(synchr
 def test_a_run_leaves_its_summary_curves_and_metrics(synchronous_run):
     summary = json.loads((synchronous_run / "summary.json").read_text())
     wanted = """exact_match_first exact_match_last max_staleness staleness_bound workers versions_disseminated
-        busy_share_observed busy_share_predicted trained_groups wall_s"""
+        busy_share_observed busy_share_window_steps busy_share_observed_in_window busy_share_predicted trained_groups wall_s"""
     assert set(wanted.split()) <= summary.keys()
     assert (summary["trained_groups"], summary["max_staleness"], summary["workers"]) == (24, 0, 1)
     assert 0 < summary["busy_share_observed"] < 1 and 0 < summary["busy_share_predicted"] <= 1
+    assert summary["busy_share_window_steps"] == 6, "a run shorter than the window is the window"
+    assert summary["busy_share_observed_in_window"] == pytest.approx(summary["busy_share_observed"])
     assert (synchronous_run / "report" / "curves.png").stat().st_size > 1000
     lines = (synchronous_run / "report" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(6))
@@ -147,6 +149,9 @@ def test_workers_and_hub_killed_midway_cost_no_group(train):
     assert summary["max_staleness"] <= 1
     assert len(rows(command.run, "SELECT 1 FROM paid_intervals WHERE terminated_at_s IS NULL")) == 0
     assert len(rows(command.run, "SELECT 1 FROM paid_intervals")) == 3, "two workers and one replacement"
+    ends = rows(command.run, "SELECT kind, detail FROM events WHERE kind IN ('worker ended', 'hub restarted') ORDER BY kind")
+    assert ends == [("hub restarted", "killed by SIGKILL"), ("worker ended", "killed by SIGKILL")]
+    assert command.said.count("killed by SIGKILL") == 2 and "it said" not in command.said
 
 
 @pytest.mark.parametrize("notice", [signal.SIGINT, signal.SIGTERM])
