@@ -27,7 +27,11 @@ Sections are checked together too:
 - κ ≤ S + 1, else no snapshot is fresh enough for every step;
 - `dissemination.retain_snapshots` ≥ S + κ, else a snapshot in use would be deleted;
 - `batch.members` ≥ 2 where `batch.drop_zero_variance` is true, since one member has no variance;
-- `hub.heartbeat_timeout_s` ≥ 3 · `worker.heartbeat_interval_s`.
+- `hub.heartbeat_timeout_s` ≥ 3 · `worker.heartbeat_interval_s`;
+- `objective.loss_type = "gspo"` only with `objective.loss_agg_mode = "seq_mean_token_mean"`;
+- `objective.importance_sampling_mode` other than `"off"` with `objective.loss_type = "decoupled_ppo"`, and with no other;
+- `objective.clip_ratio_c` is 0 or exceeds 1 + `objective.clip_ratio_high`, and is 0 with `"cispo"`;
+- `objective.overlong_buffer_tokens` ≤ `sampling.max_completion_tokens` where `objective.overlong = "soft"`.
 
 A run that is resumed keeps {", ".join(f"`[{name}]`" for name in FIXED_SECTIONS)} and `run.seed`; all else may change.
 """

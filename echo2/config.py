@@ -24,6 +24,7 @@ from echo2.config_sections import (
     HubSection,
     LearnerSection,
     ModelSection,
+    ObjectiveSection,
     RunSection,
     SamplingSection,
     Section,
@@ -44,6 +45,7 @@ class Config(Section):
     sampling: SamplingSection = SamplingSection()
     staleness: StalenessSection = StalenessSection()
     learner: LearnerSection = LearnerSection()
+    objective: ObjectiveSection = ObjectiveSection()
     hub: HubSection = HubSection()
     worker: WorkerSection = WorkerSection()
     fleet: FleetSection = FleetSection()
@@ -68,6 +70,12 @@ class Config(Section):
             raise ValueError(
                 "batch.members = 1 with batch.drop_zero_variance = true drops every group, since one member has no variance; "
                 "raise members to 2 or more"
+            )
+        buffer_tokens, limit = self.objective.overlong_buffer_tokens, self.sampling.max_completion_tokens
+        if self.objective.overlong == "soft" and buffer_tokens > limit:
+            raise ValueError(
+                f"objective.overlong_buffer_tokens = {buffer_tokens} exceeds sampling.max_completion_tokens = {limit}, so that "
+                f"every completion would be punished: lower it (a fifth of the limit is usual)"
             )
         if self.learner.engine == "simulated" and self.worker.engine != "simulated":
             raise ValueError(

@@ -15,6 +15,12 @@ NonNegativeInt = Annotated[int, Field(ge=0, strict=True)]
 FolderPath = Annotated[Path, Field(strict=False)]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
 
+AdvantageEstimator = Literal["grpo", "mean_only", "batch", "rloo"]
+LossType = Literal["grpo", "gspo", "cispo", "decoupled_ppo"]
+Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "dr_grpo"]
+ImportanceSamplingMode = Literal["off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+KLEstimator = Literal["k1", "k2", "k3"]
+
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False)
@@ -156,14 +162,16 @@ class LearnerSection(Section):
     """AdamW's second-moment decay."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     """AdamW's decoupled weight decay."""
-    clip_ratio_low: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
-    """The ratio of current to behaviour probability is clipped below at 1 − this."""
-    clip_ratio_high: PositiveFloat = 0.28
-    """… and above at 1 + this."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are scaled down to this norm."""
     micro_batch_tokens: PositiveInt = 16384
-    """Most tokens (padding included) in one forward pass; the result does not depend on it."""
+    """Most tokens (padding included) in one forward pass; the result does not depend on it, memory and speed do."""
+    packing: bool = True
+    """Sequences lie end to end in one row, where the model allows it; otherwise each is padded to the longest beside it."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format of the model's matrix products; weights, optimizer and the head's softmax stay in float32."""
+    gradient_checkpointing: bool = False
+    """Keep each layer's input alone and compute the rest again for the gradient: less memory, about a third more time."""
     checkpoint_interval: PositiveInt = 10
     """A checkpoint is written after every n-th step and at the end of a segment."""
     keep_checkpoints: PositiveInt = 2
@@ -176,6 +184,82 @@ class LearnerSection(Section):
     """`simulated` engine: seconds that a step takes."""
     simulated_snapshot_bytes: Annotated[int, Field(ge=4)] = 1_000_000
     """`simulated` engine: size of a snapshot's weights."""
+
+
+class ObjectiveSection(Section):
+    """What a learner step minimises; see `docs/learning.md` for the formulas."""
+
+    adv_estimator: AdvantageEstimator = "grpo"
+    """Advantages: `grpo` (group's mean and deviation), `mean_only`, `batch` (the batch's deviation), `rloo` (leave one out)."""
+    loss_type: LossType = "grpo"
+    """Policy loss: `grpo` (clipped ratio per token), `gspo` (per sequence), `cispo` (clipped weight), `decoupled_ppo`."""
+    loss_agg_mode: Aggregation = "token_mean"
+    """How tokens add up: `token_mean`, `seq_mean_token_mean`, `seq_mean_token_sum`, `dr_grpo` (constant length)."""
+    clip_ratio_low: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
+    """The ratio is clipped below at 1 − this; `cispo` has no lower bound. `gspo` needs far smaller bounds, about 3e-4."""
+    clip_ratio_high: PositiveFloat = 0.28
+    """… and above at 1 + this."""
+    clip_ratio_c: Annotated[float, Field(ge=0.0)] = 0.0
+    """Dual clip: a negative advantage's loss stays below this times its size; 0 sets no such bound."""
+    importance_sampling_mode: ImportanceSamplingMode = "off"
+    """`decoupled_ppo` only: weights from the behaviour to the proximal policy, by token or sequence, truncated or masked."""
+    importance_sampling_clip_min: Annotated[float, Field(ge=0.0)] = 0.0
+    """Weights below are raised to this (`…_truncate`) or made 0 (`…_mask`)."""
+    importance_sampling_clip_max: PositiveFloat = 2.0
+    """Weights above are lowered to this (`…_truncate`) or made 0 (`…_mask`)."""
+    beta: Annotated[float, Field(ge=0.0)] = 0.0
+    """Coefficient of the KL divergence from the run's first policy, which is then kept in memory; 0 leaves it out."""
+    kl_estimator: KLEstimator = "k3"
+    """How that divergence is estimated from sampled tokens."""
+    entropy_coef: Annotated[float, Field(ge=0.0)] = 0.0
+    """Coefficient of the entropy bonus; 0 leaves it out."""
+    overlong: Literal["keep", "mask", "soft"] = "keep"
+    """Completions cut off by length: `keep` trains them like others, `mask` not at all; `soft` lowers rewards of long ones."""
+    overlong_buffer_tokens: PositiveInt = 2
+    """`soft`: the last tokens before `sampling.max_completion_tokens`, over which the penalty rises from 0."""
+    overlong_penalty_factor: PositiveFloat = 1.0
+    """`soft`: what the reward of a completion of full length loses."""
+
+    @model_validator(mode="after")
+    def _choices_fit(self) -> Self:
+        if self.loss_type == "gspo" and self.loss_agg_mode != "seq_mean_token_mean":
+            raise ValueError(
+                f"objective.loss_type = 'gspo' with objective.loss_agg_mode = {self.loss_agg_mode!r} weighs a ratio that "
+                f"belongs to the whole sequence by its length: set objective.loss_agg_mode=seq_mean_token_mean"
+            )
+        if self.loss_type == "cispo" and self.clip_ratio_c > 0.0:
+            raise ValueError(
+                f"objective.clip_ratio_c = {self.clip_ratio_c:g} means nothing with objective.loss_type = 'cispo', whose "
+                f"weights are bounded already: set it to 0"
+            )
+        if 0.0 < self.clip_ratio_c <= 1.0 + self.clip_ratio_high:
+            raise ValueError(
+                f"objective.clip_ratio_c = {self.clip_ratio_c:g} must exceed 1 + objective.clip_ratio_high = "
+                f"{1.0 + self.clip_ratio_high:g} (3 is usual), or be 0 for no dual clip"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _corrected_once(self) -> Self:
+        mode = self.importance_sampling_mode
+        low, high = self.importance_sampling_clip_min, self.importance_sampling_clip_max
+        if self.loss_type == "decoupled_ppo" and mode == "off":
+            raise ValueError(
+                "objective.loss_type = 'decoupled_ppo' with objective.importance_sampling_mode = 'off' takes stale rollouts "
+                "for fresh ones: set importance_sampling_mode=token_truncate, or loss_type=grpo"
+            )
+        if self.loss_type != "decoupled_ppo" and mode != "off":
+            raise ValueError(
+                f"objective.importance_sampling_mode = {mode!r} with objective.loss_type = {self.loss_type!r} corrects twice, "
+                f"since its ratio is against the behaviour policy already: set importance_sampling_mode=off, or "
+                f"loss_type=decoupled_ppo"
+            )
+        if low >= high:
+            raise ValueError(
+                f"objective.importance_sampling_clip_min = {low:g} is not below objective.importance_sampling_clip_max = "
+                f"{high:g}: lower the first"
+            )
+        return self
 
 
 class HubSection(Section):

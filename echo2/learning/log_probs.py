@@ -1,33 +1,57 @@
 """Log-probabilities of sampled tokens, without the logits of a whole batch in memory.
 
-Invariants: the logits of position j belong to the token at j + 1; they are made at completion positions only, a chunk at a
-time, in the forward pass and again in the backward pass, so [rows, T, vocabulary] never exists.
+Invariants: the logits of position j belong to the token at j + 1; they are made at completion positions only, a tile at a
+time, so [rows, T, vocabulary] never exists.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from echo2.errors import ConfigError
 from echo2.learning.batch import MicroBatch
+from echo2.learning.fused import head_log_probs
+from echo2.learning.packing import packed_hidden
 
-CHUNK_LOGITS = 1 << 25
-"""Logits held at a time: 128 MiB in float32."""
 
-
-def completion_log_probs(model: Any, micro_batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+def completion_log_probs(
+    model: Any, micro_batch: MicroBatch, temperature: float, autocast: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
     """Log-probabilities [N] and entropies [N] of the distributions softmax(logits / temperature) at the N completion tokens.
 
-    Only the log-probabilities carry a gradient. Padding lies on the right, where causal attention cannot see it, so no mask
-    is needed.
+    `autocast` is the number format of the model's matrix products, its head excepted; None leaves it to the weights. The
+    model's attention must be the packed one if `micro_batch` is packed. Padding lies on the right, where causal attention
+    cannot see it, so no mask is needed.
     """
-    hidden = model.base_model(input_ids=micro_batch.token_ids, use_cache=False).last_hidden_state
+    token_ids = micro_batch.token_ids
+    with torch.autocast(token_ids.device.type, autocast, enabled=autocast is not None):
+        if micro_batch.packed is None:
+            hidden = model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
+        else:
+            hidden = packed_hidden(model, token_ids, micro_batch.packed)
     hidden = hidden.flatten(0, 1).index_select(0, micro_batch.places)
-    head = model.get_output_embeddings().weight
-    return _HeadLogProbs.apply(hidden, head, micro_batch.targets, temperature)
+    return head_log_probs(hidden, model.get_output_embeddings().weight, micro_batch.targets, temperature)
+
+
+def recompute_layers(model: Any) -> None:
+    """Make every layer of `model` keep its input alone in a forward pass, and compute the rest again for the gradient.
+
+    Raises ConfigError if the model marks no layers for that.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ConfigError(
+            f"learner.gradient_checkpointing: {type(model).__name__} has no layers that can be computed again: set it to false"
+        )
+    for layer in layers:
+        # transformers' own switch acts in training mode alone, which would bring dropout back.
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 @torch.no_grad()
@@ -42,40 +66,3 @@ def check_head(model: Any) -> None:
             f"model.path: {type(model).__name__} does more to its logits than a linear head (a bias, scale or soft cap), which "
             f"the learner does not support: choose another model"
         )
-
-
-class _HeadLogProbs(torch.autograd.Function):
-    """Linear head, temperature and log-softmax in one, over chunks of rows whose logits are recomputed for the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        log_probs, entropies, normalisers = (hidden.new_empty(len(hidden)) for _ in range(3))
-        for part in _chunks(hidden, head):
-            logits = (hidden[part] @ head.T).div_(temperature)
-            normalisers[part] = logits.logsumexp(-1)
-            log_probs[part] = logits.gather(-1, targets[part, None])[:, 0] - normalisers[part]
-            probabilities = (logits - normalisers[part, None]).exp_()
-            entropies[part] = normalisers[part] - probabilities.mul_(logits).sum(-1)
-        ctx.save_for_backward(hidden, head, targets, normalisers)
-        ctx.temperature = temperature
-        ctx.mark_non_differentiable(entropies)
-        return log_probs, entropies
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        # d log p(target) / d logits = (one-hot(target) − p) / temperature
-        hidden, head, targets, normalisers = ctx.saved_tensors
-        hidden_gradient, head_gradient = torch.empty_like(hidden), torch.zeros_like(head)
-        scaled = gradients[0][:, None] / ctx.temperature
-        for part in _chunks(hidden, head):
-            logits = (hidden[part] @ head.T).div_(ctx.temperature)
-            logits_gradient = (logits - normalisers[part, None]).exp_().mul_(-scaled[part])
-            logits_gradient.scatter_add_(1, targets[part, None], scaled[part])
-            hidden_gradient[part] = logits_gradient @ head
-            head_gradient.addmm_(logits_gradient.T, hidden[part])
-        return hidden_gradient, head_gradient, None, None
-
-
-def _chunks(hidden: Tensor, head: Tensor) -> list[slice]:
-    rows = max(1, CHUNK_LOGITS // len(head))
-    return [slice(start, start + rows) for start in range(0, len(hidden), rows)]

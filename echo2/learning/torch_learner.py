@@ -6,6 +6,7 @@ the result of a step does not depend on how its batch is cut into micro-batches.
 
 from __future__ import annotations
 
+import logging
 import math
 import shutil
 from pathlib import Path
@@ -18,12 +19,16 @@ from echo2.config import Config
 from echo2.config_sections import LearnerSection
 from echo2.learning.batch import MicroBatch, micro_batches
 from echo2.learning.learner import Learner, LearnerError, batch_metrics
-from echo2.learning.log_probs import check_head, completion_log_probs
-from echo2.learning.losses import TokenSums, clipped_policy_loss
-from echo2.models.loading import Dtype, export_weights, load_model, load_weights, resolve_device
+from echo2.learning.log_probs import check_head, completion_log_probs, recompute_layers
+from echo2.learning.objective import Figures, Objective, Tokens, step_metrics
+from echo2.learning.packing import enable_packing
+from echo2.learning.weight_copy import WeightCopy
+from echo2.models.loading import DTYPES, Dtype, export_weights, load_model, load_weights, resolve_device
 from echo2.protocol import Batch
 
 WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.pt"
+log = logging.getLogger(__name__)
+
 MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 
@@ -31,13 +36,27 @@ class TorchLearner(Learner):
     """Float32 weights and AdamW's state at `version`, begun from the model in `model_folder`."""
 
     def __init__(
-        self, model: Any, model_folder: Path, settings: LearnerSection, temperature: float, export_dtype: Dtype
+        self,
+        model: Any,
+        model_folder: Path,
+        settings: LearnerSection,
+        objective: Objective,
+        temperature: float,
+        export_dtype: Dtype,
+        reference: Any = None,
     ) -> None:
         self.model = model
+        self._objective = objective
+        self._reference = reference
         self.model_folder = model_folder
         self._settings = settings
         self._temperature = temperature
         self._export_dtype: Dtype = export_dtype
+        self._autocast = None if settings.compute_dtype == "float32" else DTYPES[settings.compute_dtype]
+        self._packed = settings.packing and all(self._packs(each) for each in (model, reference) if each is not None)
+        self._copies: list[torch.cuda.Event] = []
+        if settings.gradient_checkpointing:
+            recompute_layers(model)
         self.optimizer = torch.optim.AdamW(
             model.parameters(),
             lr=settings.learning_rate,
@@ -54,18 +73,23 @@ class TorchLearner(Learner):
         torch.set_num_threads(config.learner.threads)
         model = load_model(model_folder, "float32", resolve_device(config.learner.device))
         check_head(model)
-        return cls(model, model_folder, config.learner, config.sampling.temperature, config.model.dtype)
+        objective, reference = Objective.of(config), None
+        if objective.needs_reference:
+            reference = load_model(model_folder, "float32", resolve_device(config.learner.device)).requires_grad_(False)
+        temperature, dtype = config.sampling.temperature, config.model.dtype
+        return cls(model, model_folder, config.learner, objective, temperature, dtype, reference)
 
     def train_step(self, batch: Batch) -> dict[str, float]:
         """As `Learner.train_step`; refuses a batch that has no tokens or gives a loss or gradient that is not finite."""
         self.check_step(batch)
-        parts = micro_batches(batch, self._settings.micro_batch_tokens, self.model.device)
-        tokens = sum(len(part.targets) for part in parts)
+        limit, device = self._settings.micro_batch_tokens, self.model.device
+        parts = micro_batches(batch, limit, device, self._objective, packed=self._packed)
+        tokens, sequences = sum(len(part.targets) for part in parts), sum(len(part.lengths) for part in parts)
         if tokens == 0:
             raise LearnerError(f"step {batch.step}: the batch has {len(batch.groups)} groups but no tokens to train")
         try:
-            sums = [self._accumulate_gradients(part, tokens) for part in parts]
-            figures = _means(sums, tokens)
+            divisor = self._objective.divisor(tokens, sequences)
+            figures = step_metrics([self._accumulate_gradients(part, divisor) for part in parts], tokens, divisor)
             figures["grad_norm"] = self._step(batch.step, figures["loss"])
         finally:
             self.optimizer.zero_grad(set_to_none=True)
@@ -73,8 +97,15 @@ class TorchLearner(Learner):
         return figures | {"learning_rate": self._learning_rate(batch.step), "tokens": float(tokens)} | batch_metrics(batch)
 
     def export(self) -> bytes:
+        return self.begin_export().payload()
+
+    def begin_export(self) -> WeightCopy:
+        """As `export`, but blocks for no longer than the weights' copy: the rest is `payload`'s, which any thread may call."""
         self.require_finite()
-        return export_weights(self.model, self._export_dtype)
+        begun = WeightCopy(self.model, self._export_dtype)
+        if begun.copied is not None:
+            self._copies.append(begun.copied)
+        return begun
 
     def require_finite(self) -> None:
         for name, weight in self.model.named_parameters():
@@ -91,15 +122,29 @@ class TorchLearner(Learner):
 
     def read_state(self, folder: Path) -> None:
         optimizer = torch.load(folder / OPTIMIZER, map_location=self.model.device, weights_only=True)
+        self._hold_for_copies()
         load_weights(self.model, (folder / WEIGHTS).read_bytes())
         self.optimizer.load_state_dict(optimizer)
 
-    def _accumulate_gradients(self, part: MicroBatch, tokens: int) -> tuple[TokenSums, Tensor]:
-        log_probs, entropies = completion_log_probs(self.model, part, self._temperature)
-        low, high = self._settings.clip_ratio_low, self._settings.clip_ratio_high
-        sums = clipped_policy_loss(log_probs, part.behaviour_log_probs, part.advantages, low, high)
-        (sums.loss / tokens).backward()
-        return sums, entropies.sum()
+    def _accumulate_gradients(self, part: MicroBatch, divisor: int) -> Figures:
+        log_probs, entropies = completion_log_probs(self.model, part, self._temperature, self._autocast)
+        tokens = Tokens(
+            log_probs=log_probs,
+            behaviour_log_probs=part.behaviour_log_probs,
+            advantages=part.advantages,
+            lengths=part.lengths,
+            entropies=entropies,
+            reference_log_probs=self._reference_log_probs(part),
+        )
+        figures = self._objective.evaluate(tokens)
+        (figures.loss / divisor).backward()
+        return figures
+
+    @torch.no_grad()
+    def _reference_log_probs(self, part: MicroBatch) -> Tensor | None:
+        if self._reference is None:
+            return None
+        return completion_log_probs(self._reference, part, self._temperature, self._autocast)[0]
 
     def _step(self, step: int, loss: float) -> float:
         """Apply the gradients if they are finite; returns their norm before clipping."""
@@ -111,29 +156,24 @@ class TorchLearner(Learner):
             )
         for group in self.optimizer.param_groups:
             group["lr"] = self._learning_rate(step)
+        self._hold_for_copies()
         self.optimizer.step()
         return norm
+
+    def _hold_for_copies(self) -> None:
+        """Let the device change the weights only when they are copied."""
+        while self._copies:
+            torch.cuda.current_stream(self.model.device).wait_event(self._copies.pop())
+
+    def _packs(self, model: Any) -> bool:
+        """Whether the model is now ready for packed rows; one that cannot be is told of, and trained with padding."""
+        device = model.device.type
+        with torch.autocast(device, self._autocast, enabled=self._autocast is not None):
+            fault = enable_packing(model)
+        if fault:
+            log.warning("%s cannot be packed, so its sequences are padded: %s", type(model).__name__, fault)
+        return fault is None
 
     def _learning_rate(self, step: int) -> float:
         warmup_steps = max(1, self._settings.warmup_steps)
         return self._settings.learning_rate * min(1.0, (step + 1) / warmup_steps)
-
-
-def _means(parts: list[tuple[TokenSums, Tensor]], tokens: int) -> dict[str, float]:
-    """Token means over the whole batch, fetched from the device at once."""
-    rows = [
-        torch.stack([s.loss.detach(), s.clipped_low, s.clipped_high, s.kl, s.ratio, entropy, s.max_ratio])
-        for s, entropy in parts
-    ]
-    table = torch.stack(rows).double()
-    loss, low, high, kl, ratio, entropy = (table[:, :-1].sum(0) / tokens).tolist()
-    return {
-        "loss": loss,
-        "entropy": entropy,
-        "kl": kl,
-        "clip_ratio/low_mean": low,
-        "clip_ratio/high_mean": high,
-        "clip_ratio/region_mean": low + high,
-        "sampling/importance_sampling_ratio/mean": ratio,
-        "sampling/importance_sampling_ratio/max": table[:, -1].max().item(),
-    }

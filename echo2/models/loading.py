@@ -71,7 +71,7 @@ def build_model(folder: Path, dtype: Dtype, device: torch.device) -> Any:
 def export_weights(model: nn.Module, dtype: Dtype) -> bytes:
     """All weights as one safetensors message in `dtype`; of weights that share memory only the first name is kept."""
     weights = {}
-    for name, weight in _untied_weights(model).items():
+    for name, weight in untied_weights(model).items():
         weight = weight.detach()
         weights[name] = (weight.to(DTYPES[dtype]) if weight.is_floating_point() else weight).cpu().contiguous()
     return save(weights, metadata={"format": "pt"})
@@ -86,7 +86,7 @@ def load_weights(model: nn.Module, snapshot: bytes) -> None:
         weights = load(snapshot)
     except SafetensorError as error:
         raise SnapshotError(f"snapshot of {len(snapshot)} bytes is not a complete safetensors message ({error})") from None
-    expected = _untied_weights(model)
+    expected = untied_weights(model)
     for name in sorted(weights.keys() ^ expected.keys()):
         fault = "lacks the weight" if name in expected else "has an unknown weight"
         raise SnapshotError(f"snapshot {fault} {name}: it is of another model")
@@ -99,7 +99,7 @@ def load_weights(model: nn.Module, snapshot: bytes) -> None:
             weight.copy_(weights[name])
 
 
-def _untied_weights(model: nn.Module) -> dict[str, Tensor]:
+def untied_weights(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and saved buffers by name, each object under its first name only."""
     first_names: dict[int, str] = {}
     state = model.state_dict(keep_vars=True)

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import CohereConfig, CohereForCausalLM
 
 from echo2.errors import ConfigError
-from echo2.learning import log_probs as log_probs_module
+from echo2.learning import fused
 from echo2.learning.batch import micro_batches
 from echo2.learning.log_probs import check_head, completion_log_probs
 from echo2.protocol import Batch
@@ -81,8 +81,8 @@ def test_padding_changes_nothing(make_learner):
     assert alone.detach().numpy() == pytest.approx(oracle_log_probs(model, *short), abs=1e-5)
 
 
-@pytest.mark.parametrize("chunk_logits", [1, 54 * 3, 1 << 25])
-def test_chunks_change_neither_values_nor_gradients(make_learner, monkeypatch, chunk_logits):
+@pytest.mark.parametrize("tile_logits", [1, 54 * 3, 1 << 22])
+def test_tiles_change_neither_values_nor_gradients(make_learner, monkeypatch, tile_logits):
     model = make_learner().model.double()
     part = one_batch(([7, 8], [9, 2, 4, 4]), ([6], [5, 3, 2]))
     weights = torch.linspace(-1.0, 1.0, 7, dtype=torch.float64)
@@ -91,7 +91,7 @@ def test_chunks_change_neither_values_nor_gradients(make_learner, monkeypatch, c
     expected = (model.lm_head(hidden) / 0.7).log_softmax(-1).gather(-1, part.targets[:, None])[:, 0]
     wanted = torch.autograd.grad((expected * weights).sum(), list(model.parameters()))
 
-    monkeypatch.setattr(log_probs_module, "CHUNK_LOGITS", chunk_logits)
+    monkeypatch.setattr(fused, "TILE_LOGITS", tile_logits)
     found, _ = completion_log_probs(model, part, 0.7)
     gradients = torch.autograd.grad((found * weights).sum(), list(model.parameters()))
     assert torch.allclose(found, expected, rtol=0.0, atol=1e-12)
