@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from echo2.dissemination.broadcast.record import BroadcastRecord
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -37,6 +39,28 @@ def write_curves(file: Path, title: str, staleness_bound: int, steps: Steps) -> 
 
     figure = Figure(figsize=(8, 11), constrained_layout=True)
     draw_curves(figure, title, staleness_bound, steps)
+    figure.savefig(file, dpi=110)
+
+
+def write_broadcast(file: Path, record: BroadcastRecord) -> None:
+    """Draw when each worker had how much of a version into a PNG file; one curve per worker, and T* beside them."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), constrained_layout=True)
+    axis = figure.subplots()
+    for arrival in record.arrivals:
+        times_s = sorted(arrival.chunk_arrivals_s)
+        shares = [100 * (place + 1) / len(times_s) for place in range(len(times_s))]
+        axis.step([0.0, *times_s], [0.0, *shares], where="post", label=arrival.worker)
+    if record.bound_s:
+        axis.axvline(record.bound_s, color="grey", linestyle="--", label="bound T*")
+    axis.set_xlabel("s since the announcement")
+    axis.set_ylabel(f"of {record.total_bytes:,} bytes, %")
+    axis.set_ylim(0, 102)
+    axis.set_xlim(left=0)
+    axis.grid(alpha=0.3)
+    axis.legend(loc="best", frameon=False, fontsize="small")
+    figure.suptitle(f"version {record.version} on its way to {len(record.arrivals)} workers")
     figure.savefig(file, dpi=110)
 
 

@@ -12,7 +12,8 @@ from typing import Any
 from echo2.capacity.calibration import Calibration, Observations, calibrate
 from echo2.capacity.terms import predict_run
 from echo2.config import Config
-from echo2.curves import write_curves
+from echo2.curves import write_broadcast, write_curves
+from echo2.dissemination.broadcast.record import BroadcastRecord
 from echo2.durability import write_atomically
 from echo2.errors import UserError
 from echo2.hub.inspection import observe_run
@@ -34,10 +35,12 @@ TERMS = (
 Steps = Sequence[Mapping[str, float]]
 
 
-def write_report(run: RunDirectory, status: Mapping[str, Any], steps: Steps, stopped: bool) -> dict[str, Any]:
-    """Write summary.json, report/metrics.jsonl, report/report.md and report/curves.png; returns the summary.
+def write_report(
+    run: RunDirectory, status: Mapping[str, Any], steps: Steps, stopped: bool, broadcast: BroadcastRecord | None
+) -> dict[str, Any]:
+    """Write summary.json and report/{metrics.jsonl, report.md, curves.png, broadcast.png}; returns the summary.
 
-    `stopped` tells that the user ended the run early.
+    `stopped` tells that the user ended the run early; `broadcast` is the last version's, if there was one.
     """
     summary = summarise(run.config, status, steps, observe_run(run)) | {"stopped": stopped}
     write_atomically(run.path / "summary.json", json.dumps(summary, indent=2) + "\n")
@@ -45,6 +48,8 @@ def write_report(run: RunDirectory, status: Mapping[str, Any], steps: Steps, sto
     write_atomically(run.report / "report.md", render_status(status))
     if steps:
         write_curves(run.report / "curves.png", run.run_id, run.config.staleness.bound, steps)
+    if broadcast is not None and broadcast.arrivals:
+        write_broadcast(run.report / "broadcast.png", broadcast)
     return summary
 
 

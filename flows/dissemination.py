@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.futures import PrefectConcurrentFuture
 
 from echo2.config_sections import DisseminationSection
+from echo2.dissemination.broadcast.record import BroadcastRecord
 from echo2.dissemination.store import Published, SnapshotStore
 from echo2.hub.client import HubClient
 from echo2.learning.learner import Learner
@@ -24,9 +26,9 @@ log = logging.getLogger(__name__)
 
 
 class Export:
-    """The weights of one version in host memory; a class of its own so that Prefect does not look into them."""
+    """The weights of one version on their way to host memory; a class of its own so that Prefect does not look into them."""
 
-    def __init__(self, version: int, payload: bytes) -> None:
+    def __init__(self, version: int, payload: Callable[[], bytes]) -> None:
         self.version = version
         self.payload = payload
 
@@ -38,17 +40,26 @@ class Publisher:
         self._store = store
         self._settings = settings
         self._former: Published | None = None
-        self.metrics: dict[str, float] = {}
-        """Bytes of the last version, in full and as a delta."""
+        self._sizes: dict[str, float] = {}
+        self._arrivals: dict[str, float] = {}
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Bytes of the last version, in full and as a delta, and when the last broadcast that ended reached the workers."""
+        return self._sizes | self._arrivals
 
     def publish(self, exported: Export) -> None:
         """Raises SnapshotError for weights that are none."""
         base = self._former if self._settings.deltas else None
-        published = self._store.publish(exported.version, exported.payload, self._settings.chunk_bytes, base)
+        published = self._store.publish(exported.version, exported.payload(), self._settings.chunk_bytes, base)
         self._former = published
-        self.metrics = {"dissemination/full_bytes": float(published.manifest.total_bytes)}
+        self._sizes = {"dissemination/full_bytes": float(published.manifest.total_bytes)}
         if published.delta:
-            self.metrics["dissemination/delta_bytes"] = float(published.delta.total_bytes)
+            self._sizes["dissemination/delta_bytes"] = float(published.delta.total_bytes)
+
+    def arrived(self, record: BroadcastRecord | None) -> None:
+        """Take note of a broadcast that reached its workers."""
+        self._arrivals = record.metrics if record else {}
 
 
 class Disseminator:
@@ -69,7 +80,9 @@ class Disseminator:
         hub, settings = self._session.hub, self._session.config.dissemination
         former = [self._last_announcement] if self._last_announcement else None
         self._last_announcement = announce.submit(exported, self._publisher, hub, wait_for=former)
-        awaited = await_workers.submit(exported.version, hub, settings.timeout_s, wait_for=[self._last_announcement])
+        awaited = await_workers.submit(
+            exported.version, self._publisher, hub, settings.timeout_s, wait_for=[self._last_announcement]
+        )
         self._stages += [self._last_announcement, awaited]
         return {"dissemination/export_s": time.monotonic() - began} | self._publisher.metrics
 
@@ -86,8 +99,8 @@ class Disseminator:
 
 @task(name="export", task_run_name="export-{learner.version}", cache_policy=NO_CACHE, persist_result=False)
 def export(learner: Learner) -> Export:
-    """Copy the weights out of the learner; refuses weights that are not finite."""
-    return Export(learner.version, learner.export())
+    """Begin to copy the weights out of the learner; refuses weights that are not finite."""
+    return Export(learner.version, learner.begin_export())
 
 
 @task(name="announce", task_run_name="announce-{exported.version}", cache_policy=NO_CACHE, persist_result=False)
@@ -98,11 +111,12 @@ def announce(exported: Export, publisher: Publisher, hub: HubClient) -> None:
 
 
 @task(name="await-workers", task_run_name="await-workers-{version}", cache_policy=NO_CACHE, persist_result=False)
-def await_workers(version: int, hub: HubClient, timeout_s: float) -> int:
+def await_workers(version: int, publisher: Publisher, hub: HubClient, timeout_s: float) -> int:
     """Wait until every live worker generates with `version` or newer; returns how many do."""
     loaded, late = hub.await_receivers(version, timeout_s)
     if late:
         message = f"version {version} did not reach {', '.join(late)} within dissemination.timeout_s = {timeout_s:g}"
         log.warning("%s; the run goes on without them", message)
         hub.note("worker late", ", ".join(late), message)
+    publisher.arrived(hub.broadcast_record(version))
     return len(loaded)

@@ -31,7 +31,8 @@ def train(config: Config, resume: bool = False) -> dict[str, Any]:
             train_segment(session, watch)
         except Stopped:
             session.checkpoint()
-        return write_report(session.run, session.hub.status(), session.hub.steps(), session.stop_requested.is_set())
+        hub, stopped = session.hub, session.stop_requested.is_set()
+        return write_report(session.run, hub.status(), hub.steps(), stopped, hub.broadcast_record(session.learner.version))
 
 
 def train_segment(session: Session, watch: CapacityWatch) -> None:

@@ -18,6 +18,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, Field
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from echo2.dissemination.broadcast.record import RECORD
 from echo2.dissemination.manifest import SnapshotWithdrawn, encode_route
 from echo2.errors import UserError
 from echo2.hub.metrics import render_metrics
@@ -215,6 +216,13 @@ def _add_snapshot_routes(app: FastAPI, uplink: Uplink) -> None:
     async def receivers(request: Request, version: int, wait_s: Wait = 0.0) -> dict[str, Any]:
         loaded, waiting = await _hub(request).receivers(version, wait_s)
         return {"loaded": loaded, "waiting": waiting}
+
+    @app.get("/v1/snapshots/{version}/broadcast")
+    async def broadcast(request: Request, version: int) -> Response:
+        record = _hub(request).broadcast_record(version)
+        if record is None:
+            return Response(status_code=204)
+        return Response(RECORD.dump_json(record), media_type="application/json")
 
 
 def _add_learner_routes(app: FastAPI) -> None:

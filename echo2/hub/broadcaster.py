@@ -6,17 +6,16 @@ fetches from the hub over HTTP; what workers are accused of is handed to the cal
 
 from __future__ import annotations
 
-import logging
 import mmap
 from collections.abc import Callable
 from pathlib import Path
 
 from echo2.config import Config
-from echo2.dissemination.broadcast.record import BroadcastEvent
-from echo2.dissemination.broadcast.source import Source
+from echo2.dissemination.broadcast.record import BroadcastEvent, BroadcastRecord
+from echo2.dissemination.broadcast.source import Broadcast, Source
 from echo2.dissemination.store import SnapshotStore
 
-log = logging.getLogger(__name__)
+KEPT_RECORDS = 8
 
 
 class Broadcaster:
@@ -36,6 +35,7 @@ class Broadcaster:
         Raises OSError if a configured port cannot be had.
         """
         self._store = store
+        self._broadcasts: dict[int, Broadcast] = {}
         cap = config.dissemination.uplink_bytes_per_s or None
 
         def source(port: int) -> Source:
@@ -57,7 +57,14 @@ class Broadcaster:
     def announce(self, version: int) -> None:
         """Bring the snapshot of `version` to every connected worker; raises SnapshotError if the store does not hold it."""
         manifest, file = self._store.smallest(version)
-        self._source.broadcast(manifest, _mapped(file))
+        self._broadcasts[version] = self._source.broadcast(manifest, _mapped(file))
+        for old in sorted(self._broadcasts)[:-KEPT_RECORDS]:
+            del self._broadcasts[old]
+
+    def record(self, version: int) -> BroadcastRecord | None:
+        """What the broadcast of `version` was like so far; None if it has not begun or is long over."""
+        broadcast = self._broadcasts.get(version)
+        return broadcast.record if broadcast else None
 
     def stop(self) -> None:
         """Close every connection."""

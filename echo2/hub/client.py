@@ -15,6 +15,7 @@ import httpx
 import tenacity
 from pydantic import ValidationError
 
+from echo2.dissemination.broadcast.record import RECORD, BroadcastRecord
 from echo2.dissemination.manifest import Manifest, SnapshotWithdrawn, parse_route
 from echo2.errors import UserError, WaitTimeout
 from echo2.protocol import Batch, GroupRollouts, LeaseAnswer, Telemetry, WorkerWelcome, decode_batch, encode_group
@@ -126,6 +127,11 @@ class HubClient:
 
     def announce(self, version: int) -> str:
         return self._json("POST", f"/v1/snapshots/{version}/announce")["snapshot_id"]
+
+    def broadcast_record(self, version: int) -> BroadcastRecord | None:
+        """What the broadcast of `version` was like so far; None where there was none, or long ago."""
+        answer = self._request("GET", f"/v1/snapshots/{version}/broadcast")
+        return RECORD.validate_json(answer.content) if answer.status_code == 200 else None
 
     def await_receivers(self, version: int, timeout_s: float) -> tuple[list[str], list[str]]:
         """Wait until all live workers generate with `version`; returns who does and, after `timeout_s`, who does not."""

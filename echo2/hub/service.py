@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from echo2.dissemination.broadcast.record import BroadcastEvent
+from echo2.dissemination.broadcast.record import BroadcastEvent, BroadcastRecord
 from echo2.dissemination.manifest import Manifest
 from echo2.dissemination.store import SnapshotStore
 from echo2.errors import SnapshotError, UserError
@@ -73,6 +73,7 @@ class Hub:
         self.snapshot_loaded = Signal()
         self._to_score: asyncio.Queue[int] = asyncio.Queue()
         self._chores: list[asyncio.Task[None]] = []
+        self._broadcaster: Broadcaster | None = None
         self.failed = False
 
     async def start(self) -> None:
@@ -100,6 +101,8 @@ class Hub:
         loop, dissemination = asyncio.get_running_loop(), self.run.config.dissemination
 
         def on_event(event: BroadcastEvent) -> None:
+            if event.ordinary:
+                return
             told = f"{event.detail}, says {event.reporter}"
             asyncio.run_coroutine_threadsafe(
                 self.durably(self.roster.note, f"broadcast: {event.kind}", event.culprit, told), loop
@@ -303,6 +306,10 @@ class Hub:
             return (loaded, waiting) if not waiting else None
 
         return await self.snapshot_loaded.poll(complete, wait_s) or await look()
+
+    def broadcast_record(self, version: int) -> BroadcastRecord | None:
+        """What the broadcast of `version` was like so far; None where there was none, or long ago."""
+        return self._broadcaster.record(version) if self._broadcaster else None
 
     # --- overview
 

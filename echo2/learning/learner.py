@@ -7,6 +7,7 @@ saved is finite; a learner that was restored goes on as if it had never stopped.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -32,8 +33,15 @@ class Learner(ABC):
         """
 
     @abstractmethod
+    def begin_export(self) -> Callable[[], bytes]:
+        """Begin to copy the current version's weights; returns a function that gives them as a snapshot, in any thread.
+
+        Training may go on at once. Raises LearnerError if they are not all finite.
+        """
+
     def export(self) -> bytes:
-        """The current version's weights as a snapshot. Raises LearnerError if they are not all finite."""
+        """The current version's weights as a snapshot, at once. Raises LearnerError if they are not all finite."""
+        return self.begin_export()()
 
     @abstractmethod
     def require_finite(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -39,9 +40,9 @@ class SimulatedLearner(Learner):
         self.version += 1
         return metrics
 
-    def export(self) -> bytes:
+    def begin_export(self) -> Callable[[], bytes]:
         weights = np.random.Generator(np.random.Philox(key=self.version)).random(self._weights, np.float32)
-        return save({"weights": weights})
+        return lambda: save({"weights": weights})
 
     def require_finite(self) -> None:
         """Weights drawn from 0 to 1 always are."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,16 +97,12 @@ class TorchLearner(Learner):
         self.version += 1
         return figures | {"learning_rate": self._learning_rate(batch.step), "tokens": float(tokens)} | batch_metrics(batch)
 
-    def export(self) -> bytes:
-        return self.begin_export().payload()
-
-    def begin_export(self) -> WeightCopy:
-        """As `export`, but blocks for no longer than the weights' copy: the rest is `payload`'s, which any thread may call."""
+    def begin_export(self) -> Callable[[], bytes]:
         self.require_finite()
         begun = WeightCopy(self.model, self._export_dtype)
         if begun.copied is not None:
             self._copies.append(begun.copied)
-        return begun
+        return begun.payload
 
     def require_finite(self) -> None:
         for name, weight in self.model.named_parameters():

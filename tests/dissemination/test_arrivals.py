@@ -73,3 +73,11 @@ def test_nobody_waits_for_a_source_that_is_away_or_brings_nothing(source, arriva
 def test_a_worker_that_leaves_does_not_wait(arrivals):
     manifest, _ = snapshot(1, 300_000)
     assert arrivals().payload(manifest, lambda: True) is None
+
+
+def test_what_was_broadcast_to_nobody_reaches_those_who_come_later(source, arrivals):
+    manifest, payload = snapshot(1, 300_000)
+    source.broadcast(manifest, payload)
+    time.sleep(0.5)
+    for one in [arrivals(name) for name in ("a", "b", "c")]:
+        assert one.payload(manifest, never) == payload

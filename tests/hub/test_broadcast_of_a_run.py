@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
+from echo2.curves import write_broadcast
 from echo2.dissemination.store import SnapshotStore
 
 FETCHED = "is fetched from the hub"
@@ -42,7 +43,7 @@ class Learner:
 
 @pytest.fixture
 def learner(make_run, serve):
-    run = make_run("batch.groups=2", "batch.members=2", "dissemination.chunk_bytes=16384", "hub.heartbeat_timeout_s=3")
+    run = make_run("batch.groups=2", "batch.members=2", "dissemination.chunk_bytes=16384", "hub.heartbeat_timeout_s=6")
     return Learner(run, serve(run)[1])
 
 
@@ -59,6 +60,23 @@ def test_workers_have_every_version_without_fetching_it_from_the_hub(learner, st
         learner.publish(version)
         learner.loaded_by(version, 3)
     assert not any(FETCHED in log for log in logs(tmp_path, "abc").values())
+
+
+def test_it_is_told_which_worker_had_a_version_when(learner, start_worker, tmp_path):
+    for name in "abc":
+        start_worker(learner.client, learner.run.token, name, "worker.simulated_group_latency_s=0.05")
+    for version in (0, 1):
+        learner.publish(version)
+        learner.loaded_by(version, 3)
+    record = learner.client.broadcast_record(1)
+    assert sorted(arrival.worker for arrival in record.arrivals) == ["a", "b", "c"]
+    assert record.total_bytes == learner.former.delta.total_bytes < learner.former.manifest.total_bytes / 2
+    assert all(len(arrival.chunk_arrivals_s) == learner.former.delta.chunk_count for arrival in record.arrivals)
+    metrics = record.metrics
+    assert 0 < metrics["dissemination/first_s"] <= metrics["dissemination/median_s"] <= metrics["dissemination/last_s"] < 10
+    assert learner.client.broadcast_record(7) is None
+    write_broadcast(tmp_path / "broadcast.png", record)
+    assert (tmp_path / "broadcast.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_worker_that_comes_late_gets_the_whole_and_then_deltas(learner, start_worker, tmp_path):

@@ -74,7 +74,7 @@ def test_an_export_that_was_begun_holds_the_weights_of_that_moment(make_learner,
     begun = learner.begin_export()
     trained(learner, steps=1)
     found = []
-    thread = threading.Thread(target=lambda: found.append(begun.payload()))
+    thread = threading.Thread(target=lambda: found.append(begun()))
     thread.start()
     thread.join()
     assert found == [wanted]
@@ -88,4 +88,4 @@ def test_on_cuda_too(make_learner):
     wanted = learner.export()
     begun = learner.begin_export()
     trained(learner, steps=1)
-    assert begun.payload() == wanted
+    assert begun() == wanted

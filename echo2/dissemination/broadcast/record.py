@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from pydantic import TypeAdapter
+
 
 @dataclass(frozen=True, slots=True)
 class BroadcastEvent:
@@ -19,6 +21,11 @@ class BroadcastEvent:
     version: int | None
     detail: str
     unix_s: float = field(default_factory=time.time)
+
+    @property
+    def ordinary(self) -> bool:
+        """Whether it happens whenever a worker goes."""
+        return self.kind in ("left", "unlinked")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +62,13 @@ class BroadcastRecord:
     @property
     def last_s(self) -> float | None:
         return self.arrivals[-1].done_s if self.arrivals else None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Seconds from the start of the broadcast, by the names of a step's metrics; those that are known."""
+        found = {"bound_s": self.bound_s, "first_s": self.first_s, "median_s": self.median_s, "last_s": self.last_s}
+        return {f"dissemination/{name}": value for name, value in found.items() if value}
+
+
+RECORD: TypeAdapter[BroadcastRecord] = TypeAdapter(BroadcastRecord)
+"""Reads and writes records as JSON."""

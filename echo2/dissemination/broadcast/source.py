@@ -169,7 +169,7 @@ class Source(LoopThread):
         self._begin_next()
 
     def _begin_next(self) -> None:
-        if not self._workers:
+        if not self._workers and self._next is not None:
             for number in [number for number, (dealing, _, _) in self._dealings.items() if not dealing.all_dealt]:
                 self._withdraw(number)
         if self._next is None or any(not dealing.all_dealt for dealing, _, _ in self._dealings.values()):
@@ -226,7 +226,8 @@ class Source(LoopThread):
         return self._lost_bytes + sum(worker.link.sent_bytes for worker in self._workers.values())
 
     def _tell(self, event: BroadcastEvent) -> None:
-        log.warning("broadcast: %s (%s): %s, says %s", event.culprit, event.kind, event.detail, event.reporter)
+        level = logging.INFO if event.ordinary else logging.WARNING
+        log.log(level, "broadcast: %s (%s): %s, says %s", event.culprit, event.kind, event.detail, event.reporter)
         self.events.append(event)
         self._on_event(event)
 
