@@ -6,6 +6,7 @@ its unit; every field says what it is.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, Union
 
@@ -308,6 +309,8 @@ class WorkerSection(Section):
     """Port for that; 0 lets the system choose a free one."""
     peer_advertised_host: str = ""
     """Address that the others are told; empty for the one from which this worker reaches the hub."""
+    snapshot_source: Literal["auto", "object_store"] = "auto"
+    """`auto`: the broadcast, else the hub, else the run's object store; `object_store`: that store, else the hub."""
     simulated_group_latency_s: PositiveFloat = 0.2
     """`simulated` engine: seconds that a group takes, on average."""
     simulated_latency_cv: Annotated[float, Field(ge=0.0, le=10.0)] = 0.0
@@ -344,6 +347,26 @@ class DisseminationSection(Section):
     """Longest wait for all live workers to hold a new snapshot; who is late is named, and the run goes on."""
     uplink_bytes_per_s: Annotated[float, Field(ge=0.0)] = 0.0
     """Most that the hub sends of snapshots, shared evenly by the workers that fetch one; 0 sets no cap."""
+    object_store: str = ""
+    """`s3://BUCKET/PREFIX` of a bucket that the learner copies snapshots to and workers read from; empty for none."""
+    object_store_endpoint_url: str = ""
+    """Where the bucket's server is, such as `https://minio.example:9000`; empty for AWS."""
+    object_store_concurrency: Annotated[int, Field(ge=1, le=64)] = 8
+    """Parts or ranges of one snapshot that travel to or from the bucket at the same time."""
+
+    @model_validator(mode="after")
+    def _object_store_can_be(self) -> Self:
+        store, endpoint = self.object_store, self.object_store_endpoint_url
+        if store and not re.fullmatch(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[\w./-]*)?", store, re.ASCII):
+            raise ValueError(
+                f"dissemination.object_store = {store!r} is not of the form s3://BUCKET/PREFIX: for example s3://weights/echo2"
+            )
+        if endpoint and not re.fullmatch(r"https?://[^/?#\s@]+/?", endpoint):
+            raise ValueError(
+                f"dissemination.object_store_endpoint_url = {endpoint!r} is not of the form https://HOST:PORT: credentials and "
+                f"paths do not belong there"
+            )
+        return self
 
 
 class CapacitySection(Section):

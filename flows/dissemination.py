@@ -1,7 +1,8 @@
 """Dissemination as Prefect tasks: export, announce, await workers.
 
 Invariants: the learner waits for the export alone, a copy of the weights to host memory; announcements keep the order of
-versions; a snapshot that cannot be announced ends the segment; a worker that is late is named and the run goes on.
+versions; a snapshot that cannot be announced ends the segment; a worker that is late is named, and the run goes on; so it does
+without an object store that fails.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.futures import PrefectConcurrentFuture
 
+from echo2.config import Config
 from echo2.config_sections import DisseminationSection
 from echo2.dissemination.broadcast.record import BroadcastRecord
+from echo2.dissemination.object_store.bucket import Bucket
+from echo2.dissemination.object_store.mirror import Mirror
 from echo2.dissemination.store import Published, SnapshotStore
 from echo2.hub.client import HubClient
 from echo2.learning.learner import Learner
@@ -36,8 +40,10 @@ class Export:
 class Publisher:
     """Writes versions into the store, each with its delta from the one before; used by one thread at a time."""
 
-    def __init__(self, store: SnapshotStore, settings: DisseminationSection) -> None:
+    def __init__(self, store: SnapshotStore, settings: DisseminationSection, mirror: Mirror | None = None) -> None:
+        """`mirror` gets a copy of every version."""
         self._store = store
+        self._mirror = mirror
         self._settings = settings
         self._former: Published | None = None
         self._sizes: dict[str, float] = {}
@@ -51,7 +57,8 @@ class Publisher:
     def publish(self, exported: Export) -> None:
         """Raises SnapshotError for weights that are none."""
         base = self._former if self._settings.deltas else None
-        published = self._store.publish(exported.version, exported.payload(), self._settings.chunk_bytes, base)
+        mirror = self._mirror.put if self._mirror else None
+        published = self._store.publish(exported.version, exported.payload(), self._settings.chunk_bytes, base, mirror)
         self._former = published
         self._sizes = {"dissemination/full_bytes": float(published.manifest.total_bytes)}
         if published.delta:
@@ -62,13 +69,28 @@ class Publisher:
         self._arrivals = record.metrics if record else {}
 
 
+def _mirror(config: Config, run_id: str, token: str, hub: HubClient) -> Mirror | None:
+    """The run's object store, if it is to have one. Raises UserError where it cannot be opened."""
+    settings = config.dissemination
+    if not settings.object_store and config.worker.snapshot_source != "object_store":
+        return None
+
+    def on_trouble(trouble: str) -> None:
+        log.warning("%s", trouble)
+        hub.note("object store", settings.object_store, trouble)
+
+    return Mirror(Bucket(settings), run_id, token, settings.retain_snapshots, on_trouble)
+
+
 class Disseminator:
     """Publishes the learner's versions while it goes on."""
 
     def __init__(self, session: Session) -> None:
+        """Raises UserError where an object store is configured that cannot be opened."""
         self._session = session
         store = SnapshotStore(session.run.snapshots, session.run.run_id, session.run.token)
-        self._publisher = Publisher(store, session.config.dissemination)
+        mirror = _mirror(session.config, session.run.run_id, session.run.token, session.hub)
+        self._publisher = Publisher(store, session.config.dissemination, mirror)
         self._stages: deque[PrefectConcurrentFuture] = deque()
         self._last_announcement: PrefectConcurrentFuture | None = None
 

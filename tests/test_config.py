@@ -62,6 +62,12 @@ def test_every_section_and_every_field_says_what_it_is(kind):
         ("learner.engine=simulated", ("learner.engine = 'simulated'", "worker.engine = 'transformers'", "engine=torch")),
         ("worker.simulated_latency_cv=-1", ("worker.simulated_latency_cv", "-1", "0")),
         ("dissemination.uplink_bytes_per_s=-1", ("dissemination.uplink_bytes_per_s", "-1", "0")),
+        ("dissemination.object_store=weights/echo2", ("dissemination.object_store = 'weights/echo2'", "s3://BUCKET/PREFIX")),
+        ("dissemination.object_store=s3://Weights", ("dissemination.object_store = 's3://Weights'", "s3://BUCKET/PREFIX")),
+        ("dissemination.object_store_endpoint_url=minio:9000", ("endpoint_url = 'minio:9000'", "https://HOST:PORT")),
+        ("dissemination.object_store_endpoint_url=http://me:word@minio", ("endpoint_url", "credentials")),
+        ("dissemination.object_store_concurrency=0", ("dissemination.object_store_concurrency", "0", "1")),
+        ("worker.snapshot_source=hub", ("worker.snapshot_source", "hub", "auto", "object_store")),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused_with_its_name_and_its_numbers(setting, parts):

@@ -142,11 +142,11 @@ def test_paths_and_links_in_documents_exist(document):
 
 def test_the_tree_in_the_readme_has_every_folder():
     tree = next(block for name, block in blocks("text") if name == "README.md" and block.startswith("echo2/"))
-    shown, parent = set(), ""
+    shown, path = set(), []
     for line in tree.splitlines():
-        folder = line.split()[0]
-        parent = folder if not line.startswith(" ") else parent
-        shown.add(folder if not line.startswith(" ") else parent + folder)
+        depth = (len(line) - len(line.lstrip())) // 2
+        path = [*path[:depth], line.split()[0]]
+        shown.add("".join(path))
     packages = {f"{file.parent.relative_to(REPOSITORY)}/" for file in (REPOSITORY / "echo2").rglob("__init__.py")}
     present = {f"{folder}/" for folder in FOLDERS if any((REPOSITORY / folder).glob("*.*"))}
     assert shown == packages | present

@@ -14,7 +14,7 @@ import fcntl
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -43,6 +43,10 @@ VISIBLE = r"v(\d{8,})"
 OURS = r"\.?v\d{8,}.*"
 
 
+Mirroring = Callable[[Sequence[tuple[Manifest, Content]]], None]
+"""Takes the payloads of one version, the smallest first."""
+
+
 class Published(NamedTuple):
     """A version's manifests and weights."""
 
@@ -61,21 +65,33 @@ class SnapshotStore:
         self._verified: dict[tuple[str, int, int], Manifest] = {}
         folder.mkdir(parents=True, exist_ok=True)
 
-    def publish(self, version: int, payload: Content, chunk_bytes: int, base: Published | None = None) -> Published:
+    def publish(
+        self,
+        version: int,
+        payload: Content,
+        chunk_bytes: int,
+        base: Published | None = None,
+        mirror: Mirroring | None = None,
+    ) -> Published:
         """Make `payload` the snapshot of `version`, in place of a former one; when this returns, it is on the disk.
 
-        With `base`, the delta from there is published too where it is smaller. Raises SnapshotError for an empty payload.
+        With `base`, the delta from there is published too where it is smaller. `mirror` is called before anybody sees the
+        version, so that who reads its manifest finds its copies. Raises SnapshotError for an empty payload.
         """
         if not payload:
             raise SnapshotError(f"snapshot of version {version} is empty: a payload must hold weights")
         manifest = sign(describe(payload, self._run_id, version, chunk_bytes), self._key)
         files: dict[str, Content] = {PAYLOAD_NAME: payload, MANIFEST_NAME: manifest.model_dump_json().encode()}
+        payloads: list[tuple[Manifest, Content]] = [(manifest, payload)]
         published = Published(manifest, None, payload)
         delta = _delta(base, published) if base else None
         if base and delta:
             of_delta = sign(describe_delta(delta, base.manifest, manifest), self._key)
             files |= {DELTA_NAME: delta, DELTA_MANIFEST_NAME: of_delta.model_dump_json().encode()}
+            payloads.insert(0, (of_delta, delta))
             published = Published(manifest, of_delta, payload)
+        if mirror is not None:
+            mirror(payloads)
         self._place(self._folder / _name(version), files)
         return published
 

@@ -21,7 +21,9 @@ from echo2.config import Config
 from echo2.dissemination.broadcast.arrivals import Arrivals, BroadcastArrivals
 from echo2.dissemination.broadcast.peer import Peer
 from echo2.dissemination.manifest import Manifest
-from echo2.dissemination.receiver import ReceivedSnapshot, SnapshotFollower, SourceUnavailable
+from echo2.dissemination.object_store.arrivals import BackedSource, ObjectStoreArrivals
+from echo2.dissemination.object_store.bucket import Bucket
+from echo2.dissemination.receiver import ReceivedSnapshot, SnapshotFollower, SnapshotSource, SourceUnavailable
 from echo2.errors import SnapshotError, UserError
 from echo2.hub.client import HubClient
 from echo2.protocol import GroupRollouts, Lease, Telemetry, WorkerWelcome
@@ -84,9 +86,13 @@ class Worker:
         self._pulse = Pulse(client, name, welcome.worker_id, config.worker.heartbeat_interval_s, lambda: self._telemetry)
         self._leases = LeaseTaker(client, self._pulse, config.worker.slots, self._news)
         self._outbox = Outbox(client, self._news)
-        self._follower = SnapshotFollower(
-            HubSource(client), self._run_id, token, arrivals=self._join_broadcast(name, welcome), on_arrival=self._wake
-        )
+        self._store = self._open_store()
+        source: SnapshotSource = HubSource(client)
+        arrivals: Arrivals | None = self._store
+        if config.worker.snapshot_source == "auto":
+            arrivals = self._join_broadcast(name, welcome)
+            source = BackedSource(source, self._store) if self._store else source
+        self._follower = SnapshotFollower(source, self._run_id, token, arrivals=arrivals, on_arrival=self._wake)
 
     @property
     def run_ended(self) -> bool:
@@ -196,6 +202,19 @@ class Worker:
             ) from None
         return BroadcastArrivals(peer)
 
+    def _open_store(self) -> ObjectStoreArrivals | None:
+        """The run's object store. Raises UserError where it is to be used and cannot be."""
+        asked_for = self._config.worker.snapshot_source == "object_store"
+        if not asked_for and not self._config.dissemination.object_store:
+            return None
+        try:
+            return ObjectStoreArrivals(Bucket(self._config.dissemination), self._token)
+        except UserError as error:
+            if asked_for:
+                raise
+            log.warning("snapshots come from the hub alone: %s", error)
+            return None
+
     def _make_engine(self) -> Engine:
         with tempfile.TemporaryDirectory(prefix="echo2-model-") as folder:
             if self._config.worker.engine != "simulated":
@@ -206,6 +225,8 @@ class Worker:
         deadline = time.monotonic() + notice_s
         self._client.patience_s = notice_s / 4
         self._leases.stop()
+        if self._store is not None:
+            self._store.close()
         self._follower.stop()
         held = self._leases.take()
         if held is not None:
