@@ -30,6 +30,7 @@ from echo2.config_sections import (
     Section,
     StalenessSection,
     TaskSection,
+    TrackingSection,
     WorkerSection,
 )
 from echo2.errors import ConfigError
@@ -51,6 +52,7 @@ class Config(Section):
     fleet: FleetSection = FleetSection()
     dissemination: DisseminationSection = DisseminationSection()
     capacity: CapacitySection = CapacitySection()
+    tracking: TrackingSection = TrackingSection()
     flow: FlowSection = FlowSection()
 
     @model_validator(mode="after")

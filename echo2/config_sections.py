@@ -390,6 +390,17 @@ class CapacitySection(Section):
     """Learner utilisation that a plan aims at."""
 
 
+class TrackingSection(Section):
+    """Where the metrics of each step go, besides `report/metrics.jsonl`."""
+
+    tensorboard: bool = True
+    """Event files for TensorBoard in the run's folder `tensorboard/`."""
+    wandb: bool = False
+    """A run at Weights & Biases (extra `wandb`); its own variables count, such as `WANDB_MODE=offline`."""
+    wandb_project: Annotated[str, Field(pattern=r"^[^/\\#?%:]{1,128}$")] = "echo2"
+    """Project that this run belongs to there."""
+
+
 class FlowSection(Section):
     """How the run appears in Prefect."""
 

@@ -1,6 +1,6 @@
 """The run directory: the contract between learner and hub.
 
-    runs/<run>/{run.json, token, config.toml, ledger.db, snapshots/, checkpoints/, report/, logs/, summary.json}
+    runs/<run>/{run.json, token, config.toml, ledger.db, snapshots/, checkpoints/, report/, tensorboard/, logs/, summary.json}
 
 Invariants: everything in it is stamped with the run id; one learner at a time holds it; a directory of another run is refused.
 """

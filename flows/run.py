@@ -14,6 +14,7 @@ from echo2.hub.address import listen
 from echo2.hub.inspection import inspect_run
 from echo2.models.preparation import check_model_and_task
 from echo2.run_directory import find_run
+from echo2.trackers import check_trackers
 from flows.console import say
 from flows.interrupts import interrupted, raise_if_lost, raise_on_signals
 from flows.outage import ended_in_spite_of, leave, say_outage_once
@@ -44,6 +45,7 @@ def check_startable(config: Config, resume: bool) -> None:
             pass
     listen(config.hub.host, config.hub.port).close()
     check_model_and_task(config)
+    check_trackers(config.tracking)
 
 
 def _place(config: Config) -> Path:

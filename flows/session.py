@@ -28,6 +28,7 @@ from echo2.learning.learner import Learner
 from echo2.learning.learners import make_learner
 from echo2.models.preparation import prepare_model, write_stand_in
 from echo2.run_directory import RunDirectory, create_run
+from echo2.trackers import Trackers, make_trackers
 from flows.console import say, watching
 from flows.interrupts import raise_if_lost
 
@@ -44,12 +45,13 @@ MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "recip
 class Session:
     """What is open while a segment trains."""
 
-    def __init__(self, run: RunDirectory, hub: HubClient, fleet: Fleet, learner: Learner) -> None:
+    def __init__(self, run: RunDirectory, hub: HubClient, fleet: Fleet, learner: Learner, trackers: Trackers) -> None:
         self.run = run
         self.config = run.config
         self.hub = hub
         self.fleet = fleet
         self.learner = learner
+        self.trackers = trackers
         self.stop_requested = threading.Event()
         self._last_sign_of_life = time.monotonic()
         self._next_yield_check = time.monotonic() + YIELD_CHECK_S
@@ -168,7 +170,9 @@ def open_session(config: Config, resume: bool) -> Iterator[Session]:
         replayed = hub.resume(learner.version)
         if learner.version or replayed:
             say(f"learner goes on from version {learner.version}; {replayed} steps are replayed")
-        session = Session(run, hub, fleet, learner)
+        trackers = Trackers(make_trackers(run), hub.steps())
+        stack.callback(trackers.close)
+        session = Session(run, hub, fleet, learner, trackers)
         with watching(hub):
             yield session
 

@@ -52,7 +52,9 @@ def train_segment(session: Session, watch: CapacityWatch) -> None:
             metrics |= dissemination.publish()
         if learner.version == config.run.steps:
             session.fleet.let_go()
-        hub.commit(step, metrics | stopwatch.lap() | watch.metrics, session.oldest_checkpoint)
+        metrics |= stopwatch.lap() | watch.metrics
+        hub.commit(step, metrics, session.oldest_checkpoint)
+        session.trackers.log(step, metrics)
         # After the commit, so that no checkpoint is ever ahead of the ledger.
         if learner.version % config.learner.checkpoint_interval == 0 or learner.version == last:
             session.checkpoint()

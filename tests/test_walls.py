@@ -19,9 +19,11 @@ MODULES = {file: ast.parse(file.read_text(encoding="utf-8")) for file in READ_FI
 
 LONGEST_FILE = 400
 LONGEST_FUNCTION = 50
+TRACKERS = {"tensorboard", "wandb"}
 HEAVY = {"torch", "transformers", "numpy", "httpx", "fastapi", "uvicorn", "pydantic", "prefect", "sky", "matplotlib", "pebble"}
+HEAVY |= TRACKERS
 HUB_ONLY = {"fastapi", "starlette", "uvicorn", "pebble", "prometheus_client"}
-LEARNER_ONLY = HUB_ONLY | {"prefect", "sky", "matplotlib", "flows", "clouds"}
+LEARNER_ONLY = HUB_ONLY | TRACKERS | {"prefect", "sky", "matplotlib", "flows", "clouds"}
 
 
 def name_of(file):
@@ -103,7 +105,7 @@ def test_a_worker_loads_nothing_that_only_hub_and_learner_have():
 def test_the_hub_loads_neither_torch_nor_prefect():
     loaded = loaded_by("import echo2.hub.server")
     assert "fastapi" in loaded
-    assert loaded & {"torch", "transformers", "prefect", "sky", "matplotlib", "flows", "clouds"} == set()
+    assert loaded & (TRACKERS | {"torch", "transformers", "prefect", "sky", "matplotlib", "flows", "clouds"}) == set()
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["worker", "--help"], ["--version"]], ids=" ".join)

@@ -4,6 +4,9 @@ import json
 import sqlite3
 from contextlib import closing
 
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
 REHEARSAL = (
     "learner.engine=simulated",
     "learner.simulated_step_s=0.1",
@@ -32,6 +35,47 @@ def a_snapshot_was_loaded(run):
         return False
 
 
+def steps_done(run):
+    try:
+        return (run / "ledger.db").exists() and rows(run, "SELECT COUNT(*) FROM steps")[0][0]
+    except sqlite3.OperationalError:
+        return 0
+
+
+def check_trackers(run):
+    """Each record has what the ledger has."""
+    committed = [(step, json.loads(metrics)) for step, metrics in rows(run, "SELECT step, metrics FROM steps ORDER BY step")]
+    lines = [json.loads(line) for line in (run / "report" / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [metrics | {"step": step} for step, metrics in committed]
+    shown = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    for name in ("reward", "learner/step_s"):
+        wanted = [(step, pytest.approx(metrics[name], rel=1e-6)) for step, metrics in committed]
+        assert [(event.step, event.value) for event in shown.Scalars(name)] == wanted
+
+
+def test_metrics_come_once_in_a_run_that_was_killed_and_goes_on(train):
+    first = train(*REHEARSAL, "learner.checkpoint_interval=3")
+    first.wait_until(lambda: steps_done(first.run) >= 4)
+    first.kill()
+    assert first.survivors() == []
+    before = (first.run / "report" / "metrics.jsonl").read_text()
+    assert before.endswith("\n") and len(before.splitlines()) >= 3, "steps are written as they are committed"
+    again = train(*REHEARSAL, "--resume")
+    assert again.wait() == 0, again.said
+    assert steps_done(again.run) == 16
+    check_trackers(again.run)
+
+
+def test_a_record_that_cannot_be_written_does_not_stop_the_run(train):
+    first = train(*REHEARSAL, "run.steps=1", "tracking.tensorboard=false")
+    assert first.wait() == 0, first.said
+    (first.run / "tensorboard").write_text("a file in the folder's place")
+    again = train(*REHEARSAL, "run.steps=3", "--resume")
+    assert again.wait() == 0, again.said
+    assert steps_done(again.run) == 3
+    assert again.said.count("metrics no longer go to TensorBoard") == 1 and "Traceback" not in again.said
+
+
 def test_a_rehearsal_trains_all_steps_over_two_segments_and_a_killed_worker(train, tmp_path):
     command = train(*REHEARSAL, f"model.cache_directory={tmp_path / 'cache'}")
     command.wait_until(lambda: command.children("worker --hub"))
@@ -51,3 +95,4 @@ def test_a_rehearsal_trains_all_steps_over_two_segments_and_a_killed_worker(trai
     assert max(fetches_s) > 0.04, "200 kB at 4 MB/s less the burst, for two workers at a time"
     assert [path.name for path in sorted((command.run / "checkpoints").iterdir())] == ["version-00000014", "version-00000016"]
     assert not (tmp_path / "cache").exists(), "no model was made"
+    check_trackers(command.run)
