@@ -14,8 +14,8 @@ from typing import Any
 import tomli_w
 from pydantic import ValidationError, model_validator
 
+from echo2.config_base import Section
 from echo2.config_sections import (
-    DEFAULT_TASK,
     BatchSection,
     CapacitySection,
     DisseminationSection,
@@ -27,12 +27,11 @@ from echo2.config_sections import (
     ObjectiveSection,
     RunSection,
     SamplingSection,
-    Section,
     StalenessSection,
-    TaskSection,
     TrackingSection,
     WorkerSection,
 )
+from echo2.config_tasks import DEFAULT_TASK, TaskSection
 from echo2.errors import ConfigError
 
 

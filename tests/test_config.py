@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo2 import config_sections
+from echo2 import config_sections, config_tasks
 from echo2.config import Config, dump_toml, load_config, override
-from echo2.config_sections import ReverseDigitsTask, Section
+from echo2.config_base import Section
+from echo2.config_tasks import ReverseDigitsTask
 from echo2.errors import ConfigError
 
-KINDS = [kind for kind in vars(config_sections).values() if isinstance(kind, type)]
+KINDS = [kind for kind in (vars(config_sections) | vars(config_tasks)).values() if isinstance(kind, type)]
 SECTIONS = [kind for kind in KINDS if issubclass(kind, Section) and kind is not Section]
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pebble import ProcessExpired, ProcessPool
 
-from echo2.config_sections import TaskSection
+from echo2.config_tasks import TaskSection
 from echo2.hub.ledger import MemberScore
 from echo2.lifeline import end_with_parent
 from echo2.protocol import Rollout

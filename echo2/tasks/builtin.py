@@ -10,7 +10,7 @@ import random
 import string
 from abc import abstractmethod
 
-from echo2.config_sections import ArithmeticTask, ReverseDigitsTask, SortDigitsTask
+from echo2.config_tasks import ArithmeticTask, ReverseDigitsTask, SortDigitsTask
 from echo2.tasks.base import Score, Task
 
 

@@ -6,7 +6,7 @@ import importlib
 import inspect
 from typing import Any
 
-from echo2.config_sections import ArithmeticTask, PythonTask, ReverseDigitsTask, SortDigitsTask, TaskSection
+from echo2.config_tasks import ArithmeticTask, PythonTask, ReverseDigitsTask, SortDigitsTask, TaskSection
 from echo2.errors import ConfigError
 from echo2.tasks.base import Task, checked_prompt
 from echo2.tasks.builtin import Arithmetic, ReverseDigits, SortDigits

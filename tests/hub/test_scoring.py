@@ -9,7 +9,7 @@ import numpy as np
 import psutil
 import pytest
 
-from echo2.config_sections import PythonTask
+from echo2.config_tasks import PythonTask
 from echo2.hub.scoring import ScoringPool
 from echo2.protocol import Rollout
 from echo2.tasks.tokenizer import character_tokenizer, load_tokenizer

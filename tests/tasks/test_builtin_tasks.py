@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo2.config_sections import ArithmeticTask, ReverseDigitsTask, SortDigitsTask
+from echo2.config_tasks import ArithmeticTask, ReverseDigitsTask, SortDigitsTask
 from echo2.tasks.builtin import share_of_right_places
 from echo2.tasks.catalog import make_task
 
@@ -27,7 +27,7 @@ def test_a_prompt_depends_on_seed_and_index_alone(section):
 
 def test_a_prompt_is_the_same_in_every_process():
     code = (
-        "from echo2.config_sections import ReverseDigitsTask; from echo2.tasks.catalog import make_task; "
+        "from echo2.config_tasks import ReverseDigitsTask; from echo2.tasks.catalog import make_task; "
         "print(make_task(ReverseDigitsTask(), 3).prompt(12345))"
     )
     prompts = {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from echo2.config_sections import PythonTask
+from echo2.config_tasks import PythonTask
 from echo2.errors import ConfigError
 from echo2.tasks import Task
 from echo2.tasks.catalog import make_task

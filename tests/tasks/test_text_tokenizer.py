@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
-from echo2.config_sections import ReverseDigitsTask
+from echo2.config_tasks import ReverseDigitsTask
 from echo2.errors import ConfigError
 from echo2.tasks.catalog import make_task
 from echo2.tasks.tokenizer import CHARACTERS, TextTokenizer, character_tokenizer, check_agreement, load_tokenizer
