@@ -81,3 +81,17 @@ def test_what_was_broadcast_to_nobody_reaches_those_who_come_later(source, arriv
     time.sleep(0.5)
     for one in [arrivals(name) for name in ("a", "b", "c")]:
         assert one.payload(manifest, never) == payload
+
+
+@pytest.mark.parametrize("cap", [None, 2e6])
+def test_a_bound_is_told_only_where_the_uplink_is_known(arrivals, cap):
+    capped = Source(RUN_ID, TOKEN, host="127.0.0.1", uplink_bytes_per_s=cap)
+    capped.start()
+    one = arrivals(address=capped.address)
+    manifest, payload = snapshot(1, 300_000)
+    broadcast = capped.broadcast(manifest, payload)
+    assert one.payload(manifest, never) == payload
+    record = broadcast.wait(10)
+    capped.stop()
+    assert record.bound_s == (0 if cap is None else pytest.approx(300_000 / cap))
+    assert ("dissemination/bound_s" in record.metrics) == (cap is not None)

@@ -59,6 +59,8 @@ class Uplink:
     """What the source's uplink was seen to carry, or the cap on it."""
 
     bytes_per_s: float
+    known: bool
+    """Whether that is a cap or was seen; else it is a first guess."""
 
 
 @dataclass(slots=True)
@@ -245,7 +247,7 @@ class Dealing:
             version=self.manifest.version,
             total_bytes=self.manifest.total_bytes,
             started_unix_s=self._started_unix_s,
-            bound_s=fluid_bound_s(self.manifest.total_bytes, source, receivers) if receivers else 0.0,
+            bound_s=fluid_bound_s(self.manifest.total_bytes, source, receivers) if receivers and self._uplink.known else 0.0,
             arrivals=tuple(sorted(self._arrivals.values(), key=lambda arrival: arrival.done_s)),
             sent_bytes=sent_bytes,
         )

@@ -116,7 +116,7 @@ class Source(LoopThread):
         self._key = connection_key(token, run_id)
         self._listener = socket.create_server((host, port), backlog=128)
         self._pacer = Pacer(uplink_bytes_per_s) if uplink_bytes_per_s else None
-        self._uplink = Uplink(uplink_bytes_per_s or FIRST_UPLINK_BYTES_PER_S)
+        self._uplink = Uplink(uplink_bytes_per_s or FIRST_UPLINK_BYTES_PER_S, known=bool(uplink_bytes_per_s))
         self._workers: dict[int, Worker] = {}
         self._numbers: dict[str, int] = {}
         self._buffers = Buffers()
@@ -220,6 +220,7 @@ class Source(LoopThread):
         if busy and self._busy_before and self._pacer is None:
             rate = (sent - self._sent_before) / TICK_S
             self._uplink.bytes_per_s += RATE_WEIGHT * (max(rate, 1.0) - self._uplink.bytes_per_s)
+            self._uplink.known = True
         self._sent_before, self._busy_before = sent, busy
 
     def _sent_bytes(self) -> int:
