@@ -7,34 +7,14 @@ import sys
 from dataclasses import replace
 
 import pytest
+from plan_example import example
 
 from echo2.capacity.latencies import Lognormal
 from echo2.capacity.model import Links, Workload
 from echo2.capacity.plan import make_plan, render_plan
 from echo2.capacity.terms import TERM_NAMES, Terms, estimate_terms, predict_run
-from echo2.config import Config, load_config
+from echo2.config import Config
 from echo2.errors import UserError
-
-
-def example(*overrides: str) -> Config:
-    """T = 1, B = 32, L = 0.8, S = 4, D = 2, α = 1, with one slot (1.25 groups/s) per worker."""
-    return load_config(
-        [],
-        [
-            "batch.groups=32",
-            "staleness.bound=4",
-            "staleness.publish_interval=2",
-            "fleet.workers=26",
-            "capacity.learner_step_s=1.0",
-            "capacity.group_latency_s=0.8",
-            "capacity.group_latency_cv=0.0",
-            "capacity.worker_groups_per_s=1.25",
-            "capacity.accepted_share=1.0",
-            "capacity.transfer_s=2.0",
-            "capacity.dissemination_fixed_s=0.0",
-            *overrides,
-        ],
-    )
 
 
 def rows(text: str, table: str) -> list[str]:

@@ -12,33 +12,19 @@ from pathlib import Path
 import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from plan_example import example
 
 from echo2.capacity.dials import Situation
 from echo2.capacity.model import Links
 from echo2.capacity.plan import Plan, make_plan
 from echo2.capacity.plots import MOST_STALENESS_BOUNDS, Panel, panels, plot_plan
-from echo2.config import load_config
 
 REPOSITORY = Path(__file__).parent.parent.parent
 
-EXAMPLE = (
-    "batch.groups=32",
-    "staleness.bound=4",
-    "staleness.publish_interval=3",
-    "fleet.workers=26",
-    "capacity.learner_step_s=1.0",
-    "capacity.group_latency_s=0.8",
-    "capacity.group_latency_cv=0.0",
-    "capacity.worker_groups_per_s=1.25",
-    "capacity.accepted_share=1.0",
-    "capacity.transfer_s=2.0",
-    "capacity.dissemination_fixed_s=0.0",
-)
-
 
 def plan_with(*overrides: str) -> Plan:
-    """T = 1, B = 32, L = 0.8, S = 4, κ = 3, D = 2, α = 1, with one slot (1.25 groups/s) for each of 26 workers."""
-    return make_plan(load_config([], [*EXAMPLE, *overrides]))
+    """The example with κ = 3."""
+    return make_plan(example("staleness.publish_interval=3", *overrides))
 
 
 def drawn(plan: Plan) -> Figure:

@@ -14,6 +14,7 @@ import random
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +43,7 @@ class Member:
     reachable: bool
 
 
-class LoopThread:
+class LoopThread(ABC):
     """A thread that runs an event loop until `stop`; an error in it is raised by `raise_if_failed`."""
 
     def __init__(self, name: str) -> None:
@@ -73,13 +74,13 @@ class LoopThread:
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
+    @abstractmethod
     def opened(self) -> None:
         """Called in the thread before anything else."""
-        raise NotImplementedError
 
+    @abstractmethod
     def closing(self) -> None:
         """Called in the thread when it ends."""
-        raise NotImplementedError
 
     def failed(self, error: BaseException) -> None:
         """The thread cannot go on."""
