@@ -1,11 +1,13 @@
 """Ctrl-C and SIGTERM outside the training loop: the command ends at once, and no signal is lost.
 
-Invariant: an interrupt that some library's destructor swallowed is raised again before training begins.
+Invariant: an interrupt that some library's destructor or callback swallowed is raised again before training begins, and
+nothing is printed about it.
 """
 
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 
 _seen = threading.Event()
@@ -15,6 +17,7 @@ def raise_on_signals() -> None:
     """From now on SIGINT and SIGTERM raise KeyboardInterrupt in the main thread."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _on_interrupt)
+    sys.unraisablehook = _tell_unless_interrupt
 
 
 def interrupted() -> bool:
@@ -26,6 +29,11 @@ def raise_if_lost() -> None:
     """Raises KeyboardInterrupt if a signal came and this place was reached all the same."""
     if interrupted():
         raise KeyboardInterrupt
+
+
+def _tell_unless_interrupt(swallowed: sys.UnraisableHookArgs) -> None:
+    if not issubclass(swallowed.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(swallowed)
 
 
 def _on_interrupt(*_: object) -> None:

@@ -25,5 +25,6 @@ def test_an_interrupt_that_a_destructor_swallowed_is_raised_again():
         code = SWALLOWED.format(name=name)
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
         assert done.stdout == "went on\n", done.stderr
+        assert done.stderr.count("Traceback") == 1, "only of the one that is raised again"
         assert done.stderr.rstrip().endswith("KeyboardInterrupt")
         assert done.returncode != 0
