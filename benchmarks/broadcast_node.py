@@ -17,6 +17,7 @@ from echo2.dissemination.broadcast.cipher import ChunkCipher
 from echo2.dissemination.broadcast.peer import Peer
 from echo2.dissemination.broadcast.source import Source
 from echo2.dissemination.manifest import describe, sign, signing_key
+from echo2.dissemination.pacing import Pacer
 
 RUN_ID = "benchmark"
 TOKEN = "a token of the benchmark"
@@ -30,7 +31,7 @@ def say(**fields: Any) -> None:
 
 def source(address: str, cap_bytes_per_s: float) -> None:
     """Lines in: {"version", "bytes", "chunk_bytes"}; out: when the broadcast begins, and its record at the end."""
-    server = Source(RUN_ID, TOKEN, host=address, port=PORT, uplink_bytes_per_s=cap_bytes_per_s or None)
+    server = Source(RUN_ID, TOKEN, host=address, port=PORT, pacer=Pacer(cap_bytes_per_s) if cap_bytes_per_s else None)
     server.start()
     say(ready=True)
     for line in sys.stdin:

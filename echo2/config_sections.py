@@ -278,7 +278,7 @@ class DisseminationSection(Section):
     timeout_s: PositiveFloat = 120.0
     """Longest wait for all live workers to hold a new snapshot; who is late is named, and the run goes on."""
     uplink_bytes_per_s: Annotated[float, Field(ge=0.0)] = 0.0
-    """Most that the hub sends of snapshots, shared evenly by the workers that fetch one; 0 sets no cap."""
+    """Most that the hub sends of snapshots, by broadcast and HTTP together; 0 sets no cap."""
     object_store: str = ""
     """`s3://BUCKET/PREFIX` of a bucket that the learner copies snapshots to and workers read from; empty for none."""
     object_store_endpoint_url: str = ""

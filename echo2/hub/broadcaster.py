@@ -13,6 +13,7 @@ from pathlib import Path
 from echo2.config import Config
 from echo2.dissemination.broadcast.record import BroadcastEvent, BroadcastRecord
 from echo2.dissemination.broadcast.source import Broadcast, Source
+from echo2.dissemination.pacing import Pacer
 from echo2.dissemination.store import SnapshotStore
 
 KEPT_RECORDS = 8
@@ -27,6 +28,7 @@ class Broadcaster:
         run_id: str,
         token: str,
         store: SnapshotStore,
+        pacer: Pacer | None,
         former_port: int,
         on_event: Callable[[BroadcastEvent], None],
     ) -> None:
@@ -36,10 +38,9 @@ class Broadcaster:
         """
         self._store = store
         self._broadcasts: dict[int, Broadcast] = {}
-        cap = config.dissemination.uplink_bytes_per_s or None
 
         def source(port: int) -> Source:
-            return Source(run_id, token, host=config.hub.host, port=port, uplink_bytes_per_s=cap, on_event=on_event)
+            return Source(run_id, token, host=config.hub.host, port=port, pacer=pacer, on_event=on_event)
 
         try:
             self._source = source(config.dissemination.port or former_port)

@@ -8,6 +8,7 @@ from broadcasts import RUN_ID, TOKEN, snapshot
 from echo2.dissemination.broadcast.arrivals import BroadcastArrivals
 from echo2.dissemination.broadcast.peer import Peer
 from echo2.dissemination.broadcast.source import Source
+from echo2.dissemination.pacing import Pacer
 
 
 @pytest.fixture
@@ -85,7 +86,7 @@ def test_what_was_broadcast_to_nobody_reaches_those_who_come_later(source, arriv
 
 @pytest.mark.parametrize("cap", [None, 2e6])
 def test_a_bound_is_told_only_where_the_uplink_is_known(arrivals, cap):
-    capped = Source(RUN_ID, TOKEN, host="127.0.0.1", uplink_bytes_per_s=cap)
+    capped = Source(RUN_ID, TOKEN, host="127.0.0.1", pacer=Pacer(cap) if cap else None)
     capped.start()
     one = arrivals(address=capped.address)
     manifest, payload = snapshot(1, 300_000)

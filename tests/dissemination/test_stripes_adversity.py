@@ -132,12 +132,22 @@ def test_a_relay_that_claims_to_have_forwarded_what_it_kept_is_named():
         assert record.last_s < 5.0
 
 
+class Trickle:
+    """Allows a byte a second or so."""
+
+    def take(self, wanted):
+        return 1 if int(time.monotonic() * 1000) % 1000 < 2 else 0
+
+    def give_back(self, length):
+        assert length in (0, 1)
+
+
 def test_a_relay_that_trickles_is_passed_over():
     manifest, payload = snapshot(1, 4 * MB)
     with fleet(4, uplink_bytes_per_s=8 * MB) as run:
         trickler = run.peers[0]
         for link in trickler._links.values():
-            link._grant = lambda wanted: 1 if int(time.monotonic() * 1000) % 1000 < 2 else 0
+            link._allowance = Trickle()
         record = run.source.broadcast(manifest, payload).wait(10)
         assert all(bytes(peer.wait(1).payload) == payload for peer in run.peers)
         assert "stalled" in run.kinds("w0")

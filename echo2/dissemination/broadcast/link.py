@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from echo2.dissemination.broadcast.wire import DATA, HEADER, MAX_CONTROL_BYTES, MAX_DATA_BYTES, Frame, Kind, WireError
+from echo2.dissemination.pacing import Allowance
 
 UNSENT_S = 0.04
 """What the kernel may hold of a connection's bytes beyond its congestion window, in seconds of the rate it was seen to have: so
@@ -87,19 +88,19 @@ class Link:
         buffers: Buffers,
         on_frame: Callable[[Link, Frame], bool],
         on_closed: Callable[[Link], None],
-        grant: Callable[[int], int] | None = None,
+        allowance: Allowance | None = None,
         on_written: Callable[[], None] = lambda: None,
     ) -> None:
         """`peer` is the other end's number; chunks are read into `buffers`, and `on_frame` says whether it keeps the body;
-        `grant(wanted)` says how many bytes may be sent now, for an uplink with a cap: who grants 0 calls `resume`;
-        `on_written` is called when a chunk is wholly in the socket."""
+        `allowance` is that of an uplink with a cap: where it refuses, it has `resume` called later; `on_written` is called when
+        a chunk is wholly in the socket."""
         self.peer = peer
         self._detached_until_s = 0.0
         self._detach_s = FIRST_DETACH_S
         self.sent_bytes = 0
         self.received_bytes = 0
         self._socket = connection
-        self._buffers, self._on_frame, self._on_closed, self._grant = buffers, on_frame, on_closed, grant
+        self._buffers, self._on_frame, self._on_closed, self._allowance = buffers, on_frame, on_closed, allowance
         self._loop = asyncio.get_running_loop()
         self._on_written = on_written
         self._unacknowledged: deque[tuple[int, Outgoing]] = deque()
@@ -193,7 +194,7 @@ class Link:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, count)
 
     def resume(self) -> None:
-        """Go on sending after a grant of 0."""
+        """Go on sending after a refusal."""
         if not self._closed and not self._waiting:
             self._writable()
 
@@ -222,7 +223,7 @@ class Link:
                 return
             assert self._current is not None
             wanted = sum(len(view) for view in self._current.views)
-            allowed = wanted if self._grant is None or not self._current_is_data else self._grant(wanted)
+            allowed = wanted if self._allowance is None or not self._current_is_data else self._allowance.take(wanted)
             if allowed == 0:
                 self._wait_writable(False)
                 return
@@ -242,7 +243,9 @@ class Link:
         return True
 
     def _write(self, outgoing: Outgoing, wanted: int, allowed: int) -> bool:
-        """Whether the socket took all it was given."""
+        """Whether the socket took all that it was allowed to."""
+        paced = self._allowance if self._current_is_data else None
+        sent = 0
         try:
             sent = self._socket.send(outgoing.views[0][:allowed]) if allowed < wanted else self._socket.sendmsg(outgoing.views)
         except BlockingIOError:
@@ -250,13 +253,16 @@ class Link:
         except OSError:
             self.close()
             return False
+        finally:
+            if paced is not None:
+                paced.give_back(allowed - sent)
         self.sent_bytes += sent
         rest = sent
         while outgoing.views and rest >= len(outgoing.views[0]):
             rest -= len(outgoing.views.pop(0))
         if outgoing.views:
             outgoing.views[0] = outgoing.views[0][rest:]
-            return allowed < wanted
+            return sent == allowed
         was_data, self._current, self._current_is_data = self._current_is_data, None, False
         if outgoing.done is not None:
             self._unacknowledged.append((self.sent_bytes, outgoing))
