@@ -89,7 +89,11 @@ class Refused:
             self._next()
 
 
-PLANS = st.lists(st.tuples(st.sampled_from([0.0, 0.0, 0.001, 0.03, 0.2]), st.floats(0.0, 1.0)), max_size=30)
+RUNS = st.tuples(st.sampled_from([0.0, 0.001, 0.03, 0.3]), st.integers(1, 12), st.sampled_from([0.0, 0.3, 1.0, 1.0]))
+PLANS = st.lists(RUNS, max_size=4).map(
+    lambda runs: [(pause_s if place == 0 else 0.0, share) for pause_s, count, share in runs for place in range(count)]
+)
+"""Pauses, and the shares of a piece that are sent after them: a pause, then several pieces at once."""
 
 
 @given(
@@ -127,6 +131,19 @@ def test_all_who_have_always_something_to_send_get_the_same_share(waiters):
     sent = [sum(length for at_s, name, length in log if name == user and at_s <= 0.9) for user in (*range(waiters), "refused")]
     assert max(sent) - min(sent) <= 2 * pacer.piece_bytes
     assert sum(sent) == pytest.approx(0.9 * 1e6, abs=2 * pacer.piece_bytes)
+
+
+def test_who_has_nothing_to_send_any_more_takes_nothing_from_the_others():
+    timeline = Timeline()
+    pacer = Pacer(1e6, timeline.clock)
+    allowance = Allowance(pacer, timeline.call_later, lambda: None)
+    assert allowance.take(10_000) == 0
+    timeline.run()
+    assert timeline.now_s == 0.01
+    timeline.now_s = 5.0
+    whole_burst = [pacer.reserve(10_000) for _ in range(5)]
+    assert whole_burst == pytest.approx([0, 0, 0, 0, 0.01])
+    assert allowance.take(10_000) == 0
 
 
 def test_what_is_not_sent_is_left_to_the_others():
