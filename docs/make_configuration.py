@@ -59,12 +59,16 @@ def _section(name: str, model: Mapping[str, Any], nested: bool) -> str:
 
 def _rows(fields: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
     for name, field in fields.items():
-        default = f"`{_toml(field['default'])}`" if "default" in field else "to be given"
+        default = "to be given"
+        if "default" in field:
+            default = "left out" if field["default"] is None else f"`{_toml(field['default'])}`"
         yield f"`{name}`", _values(field), default, field["description"].replace("\n", " ").replace("|", "\\|")
 
 
 def _values(field: Mapping[str, Any]) -> str:
     """What a field may be, in words."""
+    if "anyOf" in field:
+        return _values(next(kind for kind in field["anyOf"] if kind["type"] != "null"))
     if "const" in field:
         return f"`{_toml(field['const'])}`"
     if "enum" in field:

@@ -314,8 +314,16 @@ class CapacitySection(Section):
     """Groups per second that one busy worker completes; μ is this times the number of workers, and μ·L groups are under way."""
     accepted_share: Annotated[float, Field(ge=0.02, le=1.0)] = 0.8
     """α: share of the scored groups that are trained, the others being filtered; what expires comes out of the model."""
-    transfer_s: Annotated[float, Field(ge=0.0, le=1e6)] = 0.1
-    """D_tx: seconds that one snapshot occupies the links."""
+    transfer_s: Annotated[float, Field(ge=0.0, le=1e6)] | None = None
+    """D_tx: seconds that one snapshot occupies the links. Left out, it follows from the bytes and links, or is 0.1 s."""
+    snapshot_bytes: NonNegativeInt = 0
+    """F: bytes of a snapshot in full; 0 where that is not known (a simulated learner's is)."""
+    delta_share: Share = 0.05
+    """Bytes of a delta over those of the snapshot in full; where `model.dtype` is float32 deltas are not smaller."""
+    worker_uplink_bytes_per_s: Annotated[float, Field(ge=0.0)] | None = None
+    """What a worker passes on of a snapshot, on average, 0 where nobody can connect to it. Left out: not known."""
+    worker_downlink_bytes_per_s: PositiveFloat | None = None
+    """What the slowest worker can receive of a snapshot. Left out: more than it is sent."""
     dissemination_fixed_s: Annotated[float, Field(ge=0.0, le=1e6)] = 0.2
     """D_fix: export, encoding, latency and loading, in seconds."""
     target_utilisation: Share = 0.97

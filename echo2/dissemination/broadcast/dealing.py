@@ -241,7 +241,8 @@ class Dealing:
 
     def record(self, sent_bytes: int) -> BroadcastRecord:
         """What happened so far."""
-        receivers = [Receiver(worker.uplink_bytes_per_s or 0.0, float("inf")) for worker in self._workers.values()]
+        uplinks = [worker.uplink_bytes_per_s or 0.0 for worker in self._workers.values()]
+        receivers = [Receiver(uplink_bytes_per_s, float("inf")) for uplink_bytes_per_s in uplinks]
         source = Origin(self._uplink.bytes_per_s)
         return BroadcastRecord(
             version=self.manifest.version,
@@ -250,6 +251,8 @@ class Dealing:
             bound_s=fluid_bound_s(self.manifest.total_bytes, source, receivers) if receivers and self._uplink.known else 0.0,
             arrivals=tuple(sorted(self._arrivals.values(), key=lambda arrival: arrival.done_s)),
             sent_bytes=sent_bytes,
+            source_uplink_bytes_per_s=self._uplink.bytes_per_s if self._uplink.known else 0.0,
+            worker_uplink_bytes_per_s=sum(uplinks) / len(uplinks) if uplinks else 0.0,
         )
 
     @property

@@ -94,7 +94,7 @@ def _egress_usd(
 ) -> float:
     """Owners forward what they can, the source sends the rest to everybody, the store what the source has no time for."""
     count = len(receivers)
-    owners = [r for r in receivers if r.reachable]
+    owners = [r for r in receivers if r.reachable and r.uplink_bytes_per_s]
     capacity = sum(r.uplink_bytes_per_s for r in owners)
     forwarded = min((count - 1) * total_bytes, capacity * duration_s)
     striped = forwarded / (count - 1) if count > 1 else 0.0
