@@ -285,6 +285,8 @@ class DisseminationSection(Section):
     """Where the bucket's server is, such as `https://minio.example:9000`; empty for AWS."""
     object_store_concurrency: Annotated[int, Field(ge=1, le=64)] = 8
     """Parts or ranges of one snapshot that travel to or from the bucket at the same time."""
+    object_store_anchor_interval: PositiveInt = 8
+    """After so many versions as deltas one is copied to the bucket in full as well, or sooner if they come to as many bytes."""
 
     @model_validator(mode="after")
     def _object_store_can_be(self) -> Self:

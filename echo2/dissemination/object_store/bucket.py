@@ -18,6 +18,7 @@ READ_S = 10.0
 TRIES = 3
 PART_BYTES = 8 * 1024 * 1024
 MOST_PARTS = 10_000
+MOST_READ_BYTES = 64 * 1024 * 1024
 REFUSED_CREDENTIALS = (401, 403)
 
 
@@ -98,6 +99,11 @@ class Bucket:
             answer = self._client.get_object(Bucket=self._name, Key=self._prefix + key, Range=wanted)
             with closing(answer["Body"]) as body:
                 yield answer["Metadata"], body
+
+    def read(self, key: str) -> bytes:
+        """A small object, no more of it than `MOST_READ_BYTES`."""
+        with self.opened(key, 0, MOST_READ_BYTES) as (_, body):
+            return body.read()
 
     def keys(self, folder: str) -> list[str]:
         """Every key that begins with `folder`, without the prefix."""
