@@ -19,10 +19,9 @@ from buckets import (
 )
 
 from echo2.dissemination.manifest import sign, signing_key
-from echo2.dissemination.object_store import mirror as mirror_module
 from echo2.dissemination.object_store.arrivals import BackedSource, ObjectStoreArrivals
 from echo2.dissemination.object_store.bucket import Bucket, ObjectStoreError
-from echo2.dissemination.object_store.catalog import CATALOG, Entry, needed, way_to
+from echo2.dissemination.object_store.catalog import CATALOG, Entry, entry_of, needed, way_to
 
 SMALL = 20_000
 
@@ -202,11 +201,9 @@ def test_the_end_of_a_run_that_copied_nothing_is_quiet(server, learner):
 def test_after_a_failure_a_version_is_there_in_full(server, s3, tmp_path, monkeypatch):
     learner = Learner(tmp_path, settings(server))
     learner.publish(0)
-    monkeypatch.setattr(Bucket, "upload", refuse)
-    learner.publish(1)
-    monkeypatch.undo()
-    monkeypatch.setattr(mirror_module, "PAUSE_S", 0.0)
-    learner.mirror._paused_until_s = 0.0
+    with monkeypatch.context() as away:
+        away.setattr(Bucket, "upload", refuse)
+        learner.publish(1)
     manifest = learner.publish(2)
     assert full_key(manifest) in keys(s3)
     assert [trouble.split(" and ")[0] for trouble in learner.told] == ["version 1 is not in the object store,"]
@@ -219,24 +216,25 @@ def refuse(*arguments):
 def test_what_could_not_be_removed_is_removed_later(server, s3, tmp_path, monkeypatch):
     learner = Learner(tmp_path, settings(server, deltas=False), retain=1)
     learner.publish(0)
-    monkeypatch.setattr(Bucket, "delete", refuse)
-    learner.publish(1)
-    learner.publish(2)
+    with monkeypatch.context() as away:
+        away.setattr(Bucket, "delete", refuse)
+        learner.publish(1)
+        learner.publish(2)
     assert learner.told == ["old snapshots stay in the object store: the store refuses"]
-    monkeypatch.undo()
     manifest = learner.publish(3)
     assert keys(s3) == all_keys(manifest)
 
 
-def test_what_is_copied_again_is_not_removed_as_a_leftover(server, s3, tmp_path):
+def test_what_is_copied_again_is_not_removed_as_a_leftover(server, s3, tmp_path, monkeypatch):
     """A resumed run makes the same bytes again, whose former copies are on the list of what is to be removed."""
     first = Learner(tmp_path / "a", settings(server))
     for version in range(5):
         first.publish(version)
     again = Learner(tmp_path / "b", settings(server))
-    again.publish(1, wait_s=0)
-    manifests = [again.publish(version, wait_s=0) for version in (2, 3, 4)]
-    again.mirror.wait(20)
+    with monkeypatch.context() as away:
+        away.setattr(Bucket, "delete", refuse)
+        again.publish(1)
+    manifests = [again.publish(version) for version in (2, 3, 4)]
     deltas = [again.store.smallest(version)[0] for version in (2, 3, 4)]
     assert keys(s3) == all_keys(first.store.manifest(0), again.store.manifest(1), *deltas)
     arrivals = ObjectStoreArrivals(Bucket(settings(server)), TOKEN)
@@ -264,6 +262,17 @@ def test_what_is_damaged_or_forged_in_a_chain_is_refused_and_the_hub_used(server
     assert {manifest.payload_digest for manifest in hub.streamed} == {full[2].payload_digest}
     (told,) = warnings(caplog)
     assert "version 2 is fetched from the hub" in told and "damaged" in told
+
+
+def test_an_old_version_that_the_store_passes_off_as_the_newest_is_refused(server, s3, learner, hub, follow, caplog):
+    old, _, newest = [learner.publish(version) for version in range(3)]
+    forged = entry_of(newest).model_copy(update={"payload_digest": old.payload_digest, "total_bytes": old.total_bytes})
+    text = old.model_dump_json().encode()
+    s3.put_object(Bucket="weights", Key=f"echo2/run-a/2/{old.payload_digest}.json", Body=text)
+    s3.put_object(Bucket="weights", Key=CATALOG_KEY, Body=CATALOG.dump_json((forged,)))
+    assert follow(settings(server)).wait_first(30).weights == weights_of(2)
+    assert hub.streamed == [newest]
+    assert "manifest of version 2" in warnings(caplog)[0]
 
 
 def test_a_damaged_catalog_is_made_anew(server, s3, tmp_path):

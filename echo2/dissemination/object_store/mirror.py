@@ -65,8 +65,7 @@ class Mirror:
         whole, weights = payloads[-1]
         version = whole.version
         try:
-            entries = self._opened()
-            held = {entry.snapshot_id for entry in entries if entry.version < version}
+            held = {entry.snapshot_id for entry in self._opened()}
             manifest, payload = payloads[0] if payloads[0][0].base_id in held else payloads[-1]
             # What is of this version or newer is of a past that a resume took back.
             self._copy(manifest, payload, lambda former: tuple(entry for entry in former if entry.version < version))
