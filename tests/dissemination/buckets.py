@@ -46,6 +46,9 @@ class Learner:
         self.mirror.wait(wait_s)
         return self.store.manifest(version)
 
+    def finish(self, run_ended):
+        self._publisher.finish(run_ended, 20)
+
 
 class Hub:
     """Manifests from a store, and streams that are counted or broken."""

@@ -187,14 +187,17 @@ def test_at_the_end_of_a_run_only_what_makes_the_newest_version_stays(server, s3
     learner = Learner(tmp_path, settings(server, object_store_anchor_interval=3))
     full = [learner.publish(version) for version in range(6)]
     s3.create_multipart_upload(Bucket="weights", Key="echo2/run-a/9/digest")
-    learner.mirror.end_run()
+    before = keys(s3)
+    learner.finish(run_ended=False)
+    assert keys(s3) == before, "a segment has ended, the run goes on"
+    learner.finish(run_ended=True)
     assert keys(s3) == all_keys(full[3], *(learner.store.smallest(version)[0] for version in (4, 5)))
     assert s3.list_multipart_uploads(Bucket="weights").get("Uploads", []) == []
     assert ObjectStoreArrivals(Bucket(settings(server)), TOKEN).payload(full[5], never) == weights_of(5)
 
 
 def test_the_end_of_a_run_that_copied_nothing_is_quiet(server, learner):
-    learner.mirror.end_run()
+    learner.finish(run_ended=True)
     assert learner.told == []
 
 
