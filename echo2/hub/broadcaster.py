@@ -30,9 +30,10 @@ class Broadcaster:
         former_port: int,
         on_event: Callable[[BroadcastEvent], None],
     ) -> None:
-        """Listens on the configured port, else on `former_port` so that workers find it again after a restart, else on any.
+        """Listens on the configured port, else on `former_port` so that workers find it again after a restart, else on any; what
+        they had not received of the newest snapshot they get then.
 
-        Raises OSError if a configured port cannot be had.
+        Raises OSError if a configured port cannot be had, SnapshotError if the newest snapshot is damaged.
         """
         self._store = store
         self._broadcasts: dict[int, Broadcast] = {}
@@ -48,6 +49,8 @@ class Broadcaster:
                 raise
             self._source = source(0)
         self._source.start()
+        if (newest := store.newest()) is not None:
+            self.announce(newest.version)
 
     @property
     def port(self) -> int:

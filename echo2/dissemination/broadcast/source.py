@@ -25,7 +25,7 @@ from echo2.dissemination.broadcast.link import Buffers, Link
 from echo2.dissemination.broadcast.peer import TICK_S, LoopThread, Member
 from echo2.dissemination.broadcast.reception import SOURCE
 from echo2.dissemination.broadcast.record import BroadcastEvent, BroadcastRecord
-from echo2.dissemination.broadcast.wire import Frame, Kind, WireError, accept, connection_key, dial
+from echo2.dissemination.broadcast.wire import Frame, Kind, WireError, accept, connection_key, dial, worker_number
 from echo2.dissemination.manifest import Manifest
 from echo2.errors import WaitTimeout
 
@@ -118,7 +118,7 @@ class Source(LoopThread):
         self._pacer = Pacer(uplink_bytes_per_s) if uplink_bytes_per_s else None
         self._uplink = Uplink(uplink_bytes_per_s or FIRST_UPLINK_BYTES_PER_S, known=bool(uplink_bytes_per_s))
         self._workers: dict[int, Worker] = {}
-        self._numbers: dict[str, int] = {}
+        self._names: dict[int, str] = {}
         self._buffers = Buffers()
         self._dealings: dict[int, tuple[Dealing, Broadcast, int]] = {}
         self._next: tuple[Broadcast, memoryview] | None = None
@@ -239,7 +239,7 @@ class Source(LoopThread):
 
     async def _accept(self, connection: socket.socket, address: tuple[Any, ...]) -> None:
         try:
-            hello = await accept(connection, self._key, {})
+            hello = await accept(connection, self._key, lambda hello: {})
             name, port = str(hello["name"]), int(hello["port"])
         except (WireError, OSError, KeyError, TypeError, ValueError) as error:
             connection.close()
@@ -250,7 +250,10 @@ class Source(LoopThread):
         self._join(member, connection)
 
     def _number_of(self, name: str) -> int:
-        return self._numbers.setdefault(name, len(self._numbers) + 1)
+        number = worker_number(name)
+        while self._names.setdefault(number, name) != name:
+            number += 1
+        return number
 
     async def _probe(self, number: int, host: str, port: int) -> bool:
         """Whether a worker can be reached from outside."""
@@ -266,6 +269,7 @@ class Source(LoopThread):
         former = self._workers.get(member.number)
         if former is not None:
             former.link.close()
+            self._lost(former.link)
         link = Link(
             connection,
             member.number,
@@ -370,7 +374,7 @@ class Source(LoopThread):
         culprit = self._workers.get(number)
         dealing = self._dealings.get(frame.broadcast)
         version = dealing[0].manifest.version if dealing else None
-        name = "source" if number == SOURCE else (culprit.member.name if culprit else str(number))
+        name = culprit.member.name if culprit else str(fields["name"])
         if kind == "corrupt" and culprit is not None:
             culprit.distrusted = True
             for other, _, _ in self._dealings.values():

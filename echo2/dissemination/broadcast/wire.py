@@ -13,18 +13,20 @@ import json
 import secrets
 import socket
 import struct
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
 from blake3 import blake3
 
-MAGIC = b"echo2-01"
+MAGIC = b"echo2-02"
 KEY_CONTEXT = "echo2 2026-11 broadcast connection key"
 HEADER = struct.Struct("!BxxxIIQ")
 LENGTH = struct.Struct("!H")
 NONCE_BYTES = 32
 PROOF_BYTES = 32
+LARGEST_NUMBER = 2**31 - 1
 HANDSHAKE_S = 5.0
 MAX_CONTROL_BYTES = 64 * 1024 * 1024
 MAX_DATA_BYTES = 64 * 1024 * 1024 + 16
@@ -46,7 +48,7 @@ class Kind(IntEnum):
     CREDIT = 6
     """W→S: the stripe's chunk was forwarded: seconds that took, and workers that were left out."""
     MISSED = 7
-    """S→W: chunks that nobody will send unasked."""
+    """S→W: chunks that nobody will send unasked; in place of a chunk's number that of a worker which is not to be asked, or 0."""
     PROGRESS = 8
     """W→S: bitmap of the chunks that arrived."""
     DONE = 9
@@ -56,7 +58,7 @@ class Kind(IntEnum):
     LACK = 11
     """Chunks that were asked for and are not here."""
     REPORT = 12
-    """W→S: another worker misbehaves, as JSON."""
+    """W→S: another worker misbehaves: what it did, its number and name, and details, as JSON."""
     WITHDRAWN = 13
     """S→W: this broadcast is no longer served."""
 
@@ -87,6 +89,21 @@ def unpack_bits(body: memoryview) -> int:
     return int.from_bytes(body, "little")
 
 
+def pack_numbers(numbers: Collection[int]) -> bytes:
+    """Workers' numbers as the body of a frame."""
+    return struct.pack(f"!{len(numbers)}I", *numbers)
+
+
+def unpack_numbers(body: memoryview) -> tuple[int, ...]:
+    """Raises struct.error for a body that is cut short."""
+    return struct.unpack(f"!{len(body) // 4}I", body)
+
+
+def worker_number(name: str) -> int:
+    """The number, from 1, that a worker goes by: the same at every source, so that one that comes back takes nobody for another."""
+    return int.from_bytes(blake3(name.encode()).digest(8), "big") % LARGEST_NUMBER + 1
+
+
 def connection_key(token: str, run_id: str) -> bytes:
     """Key, 32 bytes, that both ends of a connection prove to hold."""
     return blake3(f"{run_id}\0{token}".encode(), derive_key_context=KEY_CONTEXT).digest()
@@ -113,15 +130,18 @@ async def dial(host: str, port: int, key: bytes, hello: dict[str, Any]) -> tuple
     return connection, their_hello
 
 
-async def accept(connection: socket.socket, key: bytes, hello: dict[str, Any]) -> dict[str, Any]:
-    """Let the dialer prove itself, then prove; returns its hello. Raises WireError, OSError or TimeoutError."""
+async def accept(
+    connection: socket.socket, key: bytes, answer: Callable[[dict[str, Any]], dict[str, Any]]
+) -> dict[str, Any]:
+    """Let the dialer prove itself, then prove; returns its hello. `answer` makes the hello that it gets of its own one, which is
+    not proved yet. Raises WireError, OSError or TimeoutError."""
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(HANDSHAKE_S):
         prepare(connection)
         if await _read(connection, len(MAGIC)) != MAGIC:
             raise WireError("the connection does not speak this protocol")
         theirs, their_hello = await _read_hello(connection)
-        mine = _packed(hello) + secrets.token_bytes(NONCE_BYTES)
+        mine = _packed(answer(their_hello)) + secrets.token_bytes(NONCE_BYTES)
         await loop.sock_sendall(connection, mine)
         transcript = theirs + mine
         await _check_proof(connection, key, b"dialer", transcript)
