@@ -23,9 +23,10 @@ from echo2.dissemination.manifest import Content, Manifest, SnapshotWithdrawn, s
 from echo2.errors import SnapshotError, WaitTimeout
 
 FIRST_PAUSE_S = 0.05
+PIECE_BYTES = 1024 * 1024
 LONGEST_PAUSE_S = 5.0
 
-Fetch = Callable[[int, int], Iterator[bytes]]
+Fetch = Callable[[int, int], Iterator[Content]]
 """(first_chunk, count) → the bytes of these chunks, in pieces of any size."""
 
 
@@ -42,7 +43,7 @@ class SnapshotSource(Protocol):
         Empty after `wait_s` without a newer one. Raises SourceUnavailable.
         """
 
-    def stream(self, manifest: Manifest, first_chunk: int, count: int) -> Iterator[bytes]:
+    def stream(self, manifest: Manifest, first_chunk: int, count: int) -> Iterator[Content]:
         """The bytes of these chunks. Raises SourceUnavailable, or SnapshotWithdrawn where there is no such payload now."""
 
 
@@ -101,6 +102,11 @@ def retry_pause_s(failures: int) -> float:
     return longest_s * random.uniform(0.5, 1.0)
 
 
+def _pieces(payload: Content) -> Iterator[memoryview]:
+    view = memoryview(payload)
+    return (view[start : start + PIECE_BYTES] for start in range(0, len(view), PIECE_BYTES))
+
+
 class _ChunkDamaged(Exception):
     pass
 
@@ -122,7 +128,7 @@ class _Assembly:
         """Forget the beginning of a chunk that was not finished."""
         self._filled_bytes = 0
 
-    def feed(self, piece: bytes) -> None:
+    def feed(self, piece: Content) -> None:
         """Take the next bytes; what goes beyond the payload is left. Raises _ChunkDamaged at the first wrong chunk."""
         rest = memoryview(piece)
         while rest and not self.complete:
@@ -283,7 +289,7 @@ class SnapshotFollower:
                 raise SnapshotError(f"snapshot of version {manifest.version} builds on {manifest.base_id}, which is not held")
             payload = self._fetch(manifest)
             if manifest.is_delta:
-                payload = apply_delta(weights, [payload], manifest.weights_digest, base_digest=manifest.base_digest)
+                payload = apply_delta(weights, _pieces(payload), manifest.weights_digest, base_digest=manifest.base_digest)
             weights, held_id = payload, manifest.snapshot_id
         fetched_bytes = sum(manifest.total_bytes for manifest in route)
         return ReceivedSnapshot(route[-1], weights, time.monotonic() - start_s, fetched_bytes)
@@ -296,7 +302,7 @@ class SnapshotFollower:
             if arrived is not None:
                 return arrived
 
-        def fetch(first_chunk: int, count: int) -> Iterator[bytes]:
+        def fetch(first_chunk: int, count: int) -> Iterator[Content]:
             for piece in self._source.stream(manifest, first_chunk, count):
                 if self._stopping.is_set():
                     raise _Stopped

@@ -1,4 +1,4 @@
-"""A run's dissemination as a whole, with real stores, broadcasts and followers, and what can befall it: for random interleavings.
+"""A run's dissemination as a whole, with a real store, broadcast and followers, and all that can befall it.
 
 What the hub does over HTTP, to say what to fetch and to stream it, is called here in the same process.
 """
@@ -45,9 +45,7 @@ class Hub:
         self._values = np.random.default_rng(0).integers(0, 2**16, WEIGHTS, np.uint16)
         self._former = None
         self._version = -1
-        self._config = load_config(
-            [], [f"dissemination.uplink_bytes_per_s={UPLINK_BYTES_PER_S}", "hub.host='127.0.0.1'"]
-        )
+        self._config = load_config([], [f"dissemination.uplink_bytes_per_s={UPLINK_BYTES_PER_S}", "hub.host='127.0.0.1'"])
         self._broadcaster = self._serve(0)
 
     @property

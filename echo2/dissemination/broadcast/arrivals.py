@@ -1,7 +1,8 @@
 """What the broadcast brings to a worker, for a follower that knows what it wants.
 
 Invariants: a payload is handed over only under the manifest that was asked for; nobody waits for a broadcast that makes no
-progress, nor for what it will not bring; that a worker does without the broadcast is logged once, and once more when it is back.
+progress, nor for what it will not bring; that a worker does without the broadcast is logged once, and once more when it is
+back.
 """
 
 from __future__ import annotations

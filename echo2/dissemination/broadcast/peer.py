@@ -24,7 +24,7 @@ from typing import Any
 from echo2.dissemination.broadcast.exchange import Delivery, Exchange, Outlook
 from echo2.dissemination.broadcast.link import Buffers, Link
 from echo2.dissemination.broadcast.reception import SOURCE
-from echo2.dissemination.broadcast.wire import Frame, Kind, WireError, accept, connection_key, dial
+from echo2.dissemination.broadcast.wire import Frame, Kind, WireError, accept, connection_key, dial, worker_number
 from echo2.dissemination.manifest import Manifest
 from echo2.errors import SnapshotError, WaitTimeout
 
@@ -146,7 +146,7 @@ class Peer(LoopThread):
         self._listener = socket.create_server((host, port), backlog=128) if serving else None
         self._links: dict[int, Link] = {}
         self._members: dict[int, Member] = {}
-        self._number = -1
+        self._number = worker_number(name)
         self._listed = False
         self._source_lost = asyncio.Event()
         self._dialling: set[int] = set()
@@ -273,7 +273,7 @@ class Peer(LoopThread):
             return False
 
     def _dial_members(self) -> None:
-        """Of two that can be reached the later one dials; one that cannot be reached dials everybody who can."""
+        """Of two that can be reached the greater number dials; one that cannot be reached dials everybody who can."""
         mine = self._members.get(self._number)
         for number, member in self._members.items():
             mine_to_dial = mine is not None and member.reachable and (not mine.reachable or number < mine.number)

@@ -263,7 +263,7 @@ class Source(LoopThread):
         except (WireError, OSError):
             return False
         connection.close()
-        return bool(answer.get("number") in (number, -1))
+        return bool(answer.get("number") == number)
 
     def _join(self, member: Member, connection: socket.socket) -> None:
         former = self._workers.get(member.number)

@@ -48,7 +48,7 @@ class Kind(IntEnum):
     CREDIT = 6
     """W→S: the stripe's chunk was forwarded: seconds that took, and workers that were left out."""
     MISSED = 7
-    """S→W: chunks that nobody will send unasked; in place of a chunk's number that of a worker which is not to be asked, or 0."""
+    """S→W: chunks that nobody will send unasked; where a chunk's number stands, that of a worker not to be asked for them, or 0."""
     PROGRESS = 8
     """W→S: bitmap of the chunks that arrived."""
     DONE = 9
@@ -100,7 +100,7 @@ def unpack_numbers(body: memoryview) -> tuple[int, ...]:
 
 
 def worker_number(name: str) -> int:
-    """The number, from 1, that a worker goes by: the same at every source, so that one that comes back takes nobody for another."""
+    """The number, from 1, that a worker goes by: at every source the same, so that one that comes back takes none for another."""
     return int.from_bytes(blake3(name.encode()).digest(8), "big") % LARGEST_NUMBER + 1
 
 
@@ -130,10 +130,8 @@ async def dial(host: str, port: int, key: bytes, hello: dict[str, Any]) -> tuple
     return connection, their_hello
 
 
-async def accept(
-    connection: socket.socket, key: bytes, answer: Callable[[dict[str, Any]], dict[str, Any]]
-) -> dict[str, Any]:
-    """Let the dialer prove itself, then prove; returns its hello. `answer` makes the hello that it gets of its own one, which is
+async def accept(connection: socket.socket, key: bytes, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+    """Let the dialer prove itself, then prove; returns its hello. `answer` makes what it is greeted with of that hello, which is
     not proved yet. Raises WireError, OSError or TimeoutError."""
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(HANDSHAKE_S):

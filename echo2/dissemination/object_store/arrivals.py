@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from echo2.dissemination.broadcast.arrivals import Arrivals
 from echo2.dissemination.broadcast.cipher import ChunkCipher, ChunkRefused
-from echo2.dissemination.manifest import Manifest
+from echo2.dissemination.manifest import Content, Manifest
 from echo2.dissemination.object_store.bucket import Bucket, ObjectStoreError
 from echo2.dissemination.object_store.sealing import object_key, salt_in, sealed_range
 from echo2.dissemination.receiver import SnapshotSource, SourceUnavailable, retry_pause_s
@@ -67,7 +67,7 @@ class BackedSource:
     def wait_newest(self, held_id: str | None, wait_s: float) -> tuple[Manifest, ...]:
         return self._source.wait_newest(held_id, wait_s)
 
-    def stream(self, manifest: Manifest, first_chunk: int, count: int) -> Iterator[bytes]:
+    def stream(self, manifest: Manifest, first_chunk: int, count: int) -> Iterator[Content]:
         given_bytes = 0
         try:
             for piece in self._source.stream(manifest, first_chunk, count):
