@@ -30,8 +30,8 @@ class Broadcaster:
         former_port: int,
         on_event: Callable[[BroadcastEvent], None],
     ) -> None:
-        """Listens on the configured port, else on `former_port` so that workers find it again after a restart, else on any. They
-        get then what they have not received of the newest snapshot.
+        """Listens on the configured port, else on `former_port` so that workers find it again after a restart, else on any.
+        They get then what they have not received of the newest snapshot.
 
         Raises OSError if a configured port cannot be had, SnapshotError if the newest snapshot is damaged.
         """

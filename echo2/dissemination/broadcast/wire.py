@@ -48,7 +48,7 @@ class Kind(IntEnum):
     CREDIT = 6
     """W→S: the stripe's chunk was forwarded: seconds that took, and workers that were left out."""
     MISSED = 7
-    """S→W: chunks that nobody will send unasked; where a chunk's number stands, that of a worker not to be asked for them, or 0."""
+    """S→W: chunks that nobody will send unasked; where a chunk's number stands, that of a worker not to ask, or 0."""
     PROGRESS = 8
     """W→S: bitmap of the chunks that arrived."""
     DONE = 9
@@ -100,7 +100,7 @@ def unpack_numbers(body: memoryview) -> tuple[int, ...]:
 
 
 def worker_number(name: str) -> int:
-    """The number, from 1, that a worker goes by: at every source the same, so that one that comes back takes none for another."""
+    """The number, from 1, that a worker goes by: at every source the same, so that none is taken for another."""
     return int.from_bytes(blake3(name.encode()).digest(8), "big") % LARGEST_NUMBER + 1
 
 
@@ -131,8 +131,8 @@ async def dial(host: str, port: int, key: bytes, hello: dict[str, Any]) -> tuple
 
 
 async def accept(connection: socket.socket, key: bytes, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
-    """Let the dialer prove itself, then prove; returns its hello. `answer` makes what it is greeted with of that hello, which is
-    not proved yet. Raises WireError, OSError or TimeoutError."""
+    """Let the dialer prove itself, then prove; returns its hello. `answer` makes what it is greeted with of that hello,
+    which is not proved yet. Raises WireError, OSError or TimeoutError."""
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(HANDSHAKE_S):
         prepare(connection)
