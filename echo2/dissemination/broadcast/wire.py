@@ -28,6 +28,8 @@ NONCE_BYTES = 32
 PROOF_BYTES = 32
 LARGEST_NUMBER = 2**31 - 1
 HANDSHAKE_S = 5.0
+UNHEARD_MS = 12_000
+"""How long what was sent may be unacknowledged: as long as it takes to find out without sending anything."""
 MAX_CONTROL_BYTES = 64 * 1024 * 1024
 MAX_DATA_BYTES = 64 * 1024 * 1024 + 16
 
@@ -155,6 +157,7 @@ def prepare(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNHEARD_MS)
 
 
 def _packed(hello: dict[str, Any]) -> bytes:
