@@ -79,7 +79,7 @@ class Publisher:
 def _mirror(config: Config, run_id: str, token: str, hub: HubClient) -> Mirror | None:
     """The run's object store, if it is to have one. Raises UserError where it cannot be opened."""
     settings = config.dissemination
-    if not settings.object_store and config.worker.snapshot_source != "object_store":
+    if not settings.object_store:
         return None
 
     def on_trouble(trouble: str) -> None:

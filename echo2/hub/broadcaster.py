@@ -33,8 +33,9 @@ class Broadcaster:
         on_event: Callable[[BroadcastEvent], None],
     ) -> None:
         """Listens on the configured port, else on `former_port` so that workers find it again after a restart, else on any.
+        They get then what they have not received of the newest snapshot.
 
-        Raises OSError if a configured port cannot be had.
+        Raises OSError if a configured port cannot be had, SnapshotError if the newest snapshot is damaged.
         """
         self._store = store
         self._broadcasts: dict[int, Broadcast] = {}
@@ -49,6 +50,8 @@ class Broadcaster:
                 raise
             self._source = source(0)
         self._source.start()
+        if (newest := store.newest()) is not None:
+            self.announce(newest.version)
 
     @property
     def port(self) -> int:

@@ -11,12 +11,14 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from echo2.dissemination.manifest import Content
 from echo2.errors import ConfigError, SnapshotError
+from echo2.models.tensors import tensors_in
 
 Dtype = Literal["float32", "bfloat16"]
 DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -77,15 +79,12 @@ def export_weights(model: nn.Module, dtype: Dtype) -> bytes:
     return save(weights, metadata={"format": "pt"})
 
 
-def load_weights(model: nn.Module, snapshot: bytes) -> None:
+def load_weights(model: nn.Module, snapshot: Content) -> None:
     """Copy the weights of a safetensors message into `model`, in place, cast to the model's own number format.
 
     Raises SnapshotError, with the model unchanged, unless names and shapes are exactly those of `export_weights`.
     """
-    try:
-        weights = load(snapshot)
-    except SafetensorError as error:
-        raise SnapshotError(f"snapshot of {len(snapshot)} bytes is not a complete safetensors message ({error})") from None
+    weights = tensors_in(snapshot)
     expected = untied_weights(model)
     for name in sorted(weights.keys() ^ expected.keys()):
         fault = "lacks the weight" if name in expected else "has an unknown weight"

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from echo2.dissemination.manifest import Content
 from echo2.models.loading import Dtype, build_model, load_weights, resolve_device
 from echo2.protocol import FinishReason, GroupRollouts, Lease, Rollout, RolloutFailure, Sampling
 from echo2.rollout.engine import Engine
@@ -38,7 +39,7 @@ class TransformersEngine(Engine):
         self._max_positions: int = config.max_position_embeddings
         self._vocabulary_size: int = self._model.get_input_embeddings().num_embeddings
 
-    def load_weights(self, snapshot: bytes, version: int) -> None:
+    def load_weights(self, snapshot: Content, version: int) -> None:
         load_weights(self._model, snapshot)
         self.version = version
 

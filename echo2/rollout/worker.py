@@ -205,7 +205,7 @@ class Worker:
     def _open_store(self) -> ObjectStoreArrivals | None:
         """The run's object store. Raises UserError where it is to be used and cannot be."""
         asked_for = self._config.worker.snapshot_source == "object_store"
-        if not asked_for and not self._config.dissemination.object_store:
+        if not self._config.dissemination.object_store:
             return None
         try:
             return ObjectStoreArrivals(Bucket(self._config.dissemination), self._token)

@@ -104,7 +104,8 @@ def test_a_relay_that_sends_chunks_of_the_version_before_in_place_of_these_is_na
         assert "corrupt" in run.kinds("w0")
 
 
-def test_a_relay_that_replays_a_broadcast_that_is_over_is_named():
+def test_a_relay_that_replays_a_broadcast_that_is_over_is_named(monkeypatch):
+    monkeypatch.setattr("echo2.dissemination.broadcast.exchange.OVER_S", 0.0)
     numbers = []
     with fleet(3, uplink_bytes_per_s=8 * MB) as run:
         spoil(run.peers[0], lambda honest, broadcast, *rest: (numbers.append(broadcast), honest(broadcast, *rest)))

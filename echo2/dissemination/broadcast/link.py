@@ -2,7 +2,7 @@
 
 Invariants: a frame's body goes from the socket straight into the buffer that it is used from, and from its sender's buffer
 straight into the socket; frames of control pass waiting frames of data, never one that has begun; every frame's `done` is
-called once, whatever happens to the connection.
+called once, whatever happens to the connection; that a connection is closed is told later, never to somebody who is sending.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Outgoing:
     views: list[memoryview]
     done: Callable[[bool], None] | None
     queued_s: float = field(default_factory=time.monotonic)
-    begun: bool = False
+    given_up: bool = False
 
     def finish(self, sent: bool) -> None:
         done, self.done = self.done, None
@@ -125,8 +125,10 @@ class Link:
 
     @property
     def detached(self) -> bool:
-        """Whether chunks are not to be sent unasked for now."""
-        return time.monotonic() < self._detached_until_s
+        """Whether chunks are not to be sent unasked for now: for a while after `detach`, and until a frame that was given up
+        has gone out."""
+        stuck = self._current_is_data and self._current is not None and self._current.given_up
+        return stuck or time.monotonic() < self._detached_until_s
 
     @property
     def queued_chunks(self) -> int:
@@ -170,6 +172,7 @@ class Link:
         self._detached_until_s = now_s + self._detach_s
         dropped, self._data = self._data, deque()
         if self._current is not None and self._current_is_data:
+            self._current.given_up = True
             dropped.appendleft(self._current)
         for outgoing in (*(frame for _, frame in self._unacknowledged), *dropped):
             outgoing.finish(False)
@@ -213,7 +216,7 @@ class Link:
         self._unacknowledged.clear()
         self._control.clear()
         self._data.clear()
-        self._on_closed(self)
+        self._loop.call_soon(self._on_closed, self)
 
     def _writable(self) -> None:
         budget = WRITE_BUDGET_BYTES
@@ -239,7 +242,6 @@ class Link:
             return False
         self._current_is_data = queue is self._data
         self._current = queue.popleft()
-        self._current.begun = True
         return True
 
     def _write(self, outgoing: Outgoing, wanted: int, allowed: int) -> bool:

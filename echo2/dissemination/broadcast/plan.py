@@ -208,6 +208,11 @@ class Dealer:
         self.dealt += 1
         return Deal(self.dealt - 1, owner)
 
+    def pass_one(self) -> int:
+        """Count the next chunk as dealt, which needs no deal; returns it."""
+        self.dealt += 1
+        return self.dealt - 1
+
     def _hope(self) -> None:
         for owner, backlog in self._backlog.items():
             if not backlog and owner in self._service_s:

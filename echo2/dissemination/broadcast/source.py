@@ -25,7 +25,7 @@ from echo2.dissemination.broadcast.link import Buffers, Link
 from echo2.dissemination.broadcast.peer import TICK_S, LoopThread, Member
 from echo2.dissemination.broadcast.reception import SOURCE
 from echo2.dissemination.broadcast.record import BroadcastEvent, BroadcastRecord
-from echo2.dissemination.broadcast.wire import Frame, Kind, WireError, accept, connection_key, dial
+from echo2.dissemination.broadcast.wire import Frame, Kind, WireError, accept, connection_key, dial, worker_number
 from echo2.dissemination.manifest import Manifest
 from echo2.dissemination.pacing import Allowance, Pacer
 from echo2.errors import WaitTimeout
@@ -95,7 +95,7 @@ class Source(LoopThread):
         self._allowance = Allowance(pacer, self._loop.call_later, self._resume) if pacer else None
         self._uplink = Uplink(pacer.bytes_per_s if pacer else FIRST_UPLINK_BYTES_PER_S, known=pacer is not None)
         self._workers: dict[int, Worker] = {}
-        self._numbers: dict[str, int] = {}
+        self._names: dict[int, str] = {}
         self._buffers = Buffers()
         self._dealings: dict[int, tuple[Dealing, Broadcast, int]] = {}
         self._next: tuple[Broadcast, memoryview] | None = None
@@ -216,7 +216,7 @@ class Source(LoopThread):
 
     async def _accept(self, connection: socket.socket, address: tuple[Any, ...]) -> None:
         try:
-            hello = await accept(connection, self._key, {})
+            hello = await accept(connection, self._key, lambda hello: {})
             name, port = str(hello["name"]), int(hello["port"])
         except (WireError, OSError, KeyError, TypeError, ValueError) as error:
             connection.close()
@@ -227,7 +227,10 @@ class Source(LoopThread):
         self._join(member, connection)
 
     def _number_of(self, name: str) -> int:
-        return self._numbers.setdefault(name, len(self._numbers) + 1)
+        number = worker_number(name)
+        while self._names.setdefault(number, name) != name:
+            number += 1
+        return number
 
     async def _probe(self, number: int, host: str, port: int) -> bool:
         """Whether a worker can be reached from outside."""
@@ -237,12 +240,13 @@ class Source(LoopThread):
         except (WireError, OSError):
             return False
         connection.close()
-        return bool(answer.get("number") in (number, -1))
+        return bool(answer.get("number") == number)
 
     def _join(self, member: Member, connection: socket.socket) -> None:
         former = self._workers.get(member.number)
         if former is not None:
             former.link.close()
+            self._lost(former.link)
         link = Link(
             connection,
             member.number,
@@ -338,7 +342,7 @@ class Source(LoopThread):
         culprit = self._workers.get(number)
         dealing = self._dealings.get(frame.broadcast)
         version = dealing[0].manifest.version if dealing else None
-        name = "source" if number == SOURCE else (culprit.member.name if culprit else str(number))
+        name = culprit.member.name if culprit else str(fields["name"])
         if kind == "corrupt" and culprit is not None:
             culprit.distrusted = True
             for other, _, _ in self._dealings.values():

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from echo2.dissemination.broadcast.arrivals import Arrivals
 from echo2.dissemination.broadcast.cipher import ChunkCipher, ChunkRefused
 from echo2.dissemination.delta import apply_delta
-from echo2.dissemination.manifest import Manifest, parse_manifest, signing_key, verify
+from echo2.dissemination.manifest import Content, Manifest, parse_manifest, signing_key, verify
 from echo2.dissemination.object_store.bucket import Bucket, ObjectStoreError
 from echo2.dissemination.object_store.catalog import CATALOG, Entry, way_to
 from echo2.dissemination.object_store.sealing import catalog_key, manifest_key, object_key, salt_in, sealed_range
@@ -40,7 +40,7 @@ class ObjectStoreArrivals:
         self._missed = False
         self._closed = threading.Event()
 
-    def payload(self, manifest: Manifest, stopping: Callable[[], bool]) -> bytes | None:
+    def payload(self, manifest: Manifest, stopping: Callable[[], bool]) -> Content | None:
         """Read in ranges side by side; None where the bucket does not bring it, or when stopped meanwhile.
 
         Weights in full that do not lie there as they are come by way of the nearest ones that do, and deltas after them.
@@ -62,17 +62,17 @@ class ObjectStoreArrivals:
         """End the reading under way."""
         self._closed.set()
 
-    def _brought(self, way: list[Manifest], stopping: Callable[[], bool]) -> bytes | None:
+    def _brought(self, way: list[Manifest], stopping: Callable[[], bool]) -> Content | None:
         """The payload, or the weights, that the last of these makes from the others; None when stopped."""
-        weights = b""
+        weights: Content = b""
         for step in way:
             # What failed for the former payload is not waited for as long again.
-            payload = _Download(self._bucket, step, self._token, stopping).run(1 if self._missed else ATTEMPTS)
+            payload: Content | None = _Download(self._bucket, step, self._token, stopping).run(1 if self._missed else ATTEMPTS)
             if payload is None:
                 return None
             if step.is_delta and len(way) > 1:
                 try:
-                    payload = bytes(apply_delta(weights, [payload], step.weights_digest, base_digest=step.base_digest))
+                    payload = apply_delta(weights, [payload], step.weights_digest, base_digest=step.base_digest)
                 except SnapshotError as error:
                     raise self._damaged(f"delta of version {step.version}", error) from None
             weights = payload
@@ -117,7 +117,7 @@ class BackedSource:
     def wait_newest(self, held_id: str | None, wait_s: float) -> tuple[Manifest, ...]:
         return self._source.wait_newest(held_id, wait_s)
 
-    def stream(self, manifest: Manifest, first_chunk: int, count: int) -> Iterator[bytes]:
+    def stream(self, manifest: Manifest, first_chunk: int, count: int) -> Iterator[Content]:
         given_bytes = 0
         try:
             for piece in self._source.stream(manifest, first_chunk, count):
@@ -149,7 +149,7 @@ class _Download:
         self._halted = threading.Event()
         self._ciphers: dict[bytes, ChunkCipher] = {}
 
-    def run(self, attempts: int) -> bytes | None:
+    def run(self, attempts: int) -> bytearray | None:
         """The payload; None when stopped. Raises ObjectStoreError once one chunk could not be had `attempts` times."""
         with ThreadPoolExecutor(self._bucket.concurrency, thread_name_prefix="object-store") as pool:
             while self._missing and not self._stopping():
@@ -161,7 +161,7 @@ class _Download:
                         raise error
                 if self._missing and not self._stopping():
                     time.sleep(retry_pause_s(max(self._failures.values())))
-        return None if self._missing else bytes(self._payload)
+        return None if self._missing else self._payload
 
     def _ranges(self) -> list[range]:
         """Runs of chunks that are missing, each as long as a request should be."""

@@ -41,12 +41,8 @@ class Bucket:
     """One bucket, under the prefix of `dissemination.object_store`; may be used by several threads."""
 
     def __init__(self, settings: DisseminationSection) -> None:
-        """Sends nothing. Raises UserError where no store is configured, boto3 is missing or its own settings are wrong."""
+        """Sends nothing. Raises UserError where boto3 is missing or its own settings are wrong."""
         self.location = settings.object_store
-        if not self.location:
-            raise UserError(
-                "worker.snapshot_source = 'object_store' without a store: set dissemination.object_store=s3://BUCKET/PREFIX"
-            )
         self.concurrency = settings.object_store_concurrency
         self._name, _, prefix = self.location.removeprefix("s3://").partition("/")
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
