@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from the models in echo2/config_{sections,tasks}.py: `python docs/make_configuration.py`."""
+"""Writes docs/configuration.md from the sections of echo2/config.py: `python docs/make_configuration.py`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiv
 
 HEAD = f"""# Configuration
 
-This page is made from `echo2/config_sections.py` and `echo2/config_tasks.py` by `python docs/make_configuration.py`; edit the
-docstrings there.
+This page is made from `echo2/config_sections.py`, `echo2/config_learner.py` and `echo2/config_tasks.py` by
+`python docs/make_configuration.py`; edit the docstrings there.
 
 A run is made from TOML files, read left to right, and `section.key=value` overrides, which win over every file. Keys that
 are not on this page are refused. `echo2 train --dry-run` prints the resolved configuration, every key included.

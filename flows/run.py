@@ -114,6 +114,8 @@ def render_summary(summary: Mapping[str, Any], config: Config, elapsed_s: float)
     def share(value: float | None) -> str:
         return "unknown" if value is None else f"{100 * value:.1f} %"
 
+    elsewhere = config.learner.checkpoints
+    here = "" if elsewhere else "checkpoints/, "
     lines = [
         f"run {summary['run_id']} has ended after {summary['steps']} steps: {summary['wall_s']:.0f} s of training, "
         f"{elapsed_s:.0f} s with start and end",
@@ -126,6 +128,8 @@ def render_summary(summary: Mapping[str, Any], config: Config, elapsed_s: float)
         f"  groups              {summary['trained_groups']} trained; "
         + ", ".join(f"{summary['groups'][state]} {state}" for state in ("filtered", "expired", "failed")),
         f"  dissemination       {summary['versions_disseminated']} versions to {summary['workers']} workers",
-        f"  everything is in    {_place(config)} (summary.json, report/, checkpoints/, ledger.db, logs/)",
+        f"  everything is in    {_place(config)} (summary.json, report/, {here}ledger.db, logs/)",
     ]
+    if elsewhere:
+        lines.append(f"  checkpoints are in  {elsewhere}")
     return "\n".join(lines)

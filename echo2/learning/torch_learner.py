@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from echo2.config import Config
-from echo2.config_sections import LearnerSection
+from echo2.config_learner import LearnerSection
 from echo2.learning.batch import MicroBatch, micro_batches
 from echo2.learning.learner import Learner, LearnerError, batch_metrics
 from echo2.learning.log_probs import check_head, completion_log_probs, recompute_layers
@@ -27,7 +27,7 @@ from echo2.learning.weight_copy import WeightCopy
 from echo2.models.loading import DTYPES, Dtype, export_weights, load_model, load_weights, resolve_device
 from echo2.protocol import Batch
 
-WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.pt"
+WEIGHTS, OPTIMIZER, RANDOM = "model.safetensors", "optimizer.pt", "random.pt"
 log = logging.getLogger(__name__)
 
 MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
@@ -56,6 +56,7 @@ class TorchLearner(Learner):
         self._autocast = None if settings.compute_dtype == "float32" else DTYPES[settings.compute_dtype]
         self._packed = settings.packing and all(self._packs(each) for each in (model, reference) if each is not None)
         self._copies: list[torch.cuda.Event] = []
+        self._skipped = 0
         if settings.gradient_checkpointing:
             recompute_layers(model)
         self.optimizer = torch.optim.AdamW(
@@ -81,7 +82,10 @@ class TorchLearner(Learner):
         return cls(model, model_folder, config.learner, objective, temperature, dtype, reference)
 
     def train_step(self, batch: Batch) -> dict[str, float]:
-        """As `Learner.train_step`; refuses a batch that has no tokens or gives a loss or gradient that is not finite."""
+        """As `Learner.train_step`; a loss or gradient that is not finite is refused, or skipped as `max_skipped_steps` allows.
+
+        A skipped step has no metrics that are not finite. Refuses a batch that has no tokens.
+        """
         self.check_step(batch)
         limit, device = self._settings.micro_batch_tokens, self.model.device
         parts = micro_batches(batch, limit, device, self._objective, packed=self._packed)
@@ -91,11 +95,18 @@ class TorchLearner(Learner):
         try:
             divisor = self._objective.divisor(tokens, sequences)
             figures = step_metrics([self._accumulate_gradients(part, divisor) for part in parts], tokens, divisor)
-            figures["grad_norm"] = self._step(batch.step, figures["loss"])
+            figures["grad_norm"] = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._settings.max_grad_norm).item()
+            if math.isfinite(figures["loss"]) and math.isfinite(figures["grad_norm"]):
+                self._update(batch.step)
+            else:
+                self._skip(batch.step, figures["loss"], figures["grad_norm"])
         finally:
             self.optimizer.zero_grad(set_to_none=True)
         self.version += 1
-        return figures | {"learning_rate": self._learning_rate(batch.step), "tokens": float(tokens)} | batch_metrics(batch)
+        figures |= {"learning_rate": self._learning_rate(batch.step), "tokens": float(tokens)} | batch_metrics(batch)
+        if self._settings.max_skipped_steps:
+            figures["learner/skipped"] = float(self._skipped > 0)
+        return {name: value for name, value in figures.items() if math.isfinite(value)}
 
     def begin_export(self) -> Callable[[], bytes]:
         self.require_finite()
@@ -110,18 +121,22 @@ class TorchLearner(Learner):
                 raise LearnerError(f"version {self.version}: weight {name} is not finite: go on from an earlier checkpoint")
 
     def write_state(self, folder: Path) -> None:
-        """An ordinary Hugging Face model folder with the learner's float32 weights, and AdamW's state."""
+        """An ordinary Hugging Face model folder with the learner's float32 weights; AdamW's state and that of torch's random
+        numbers beside it."""
         (folder / WEIGHTS).write_bytes(export_weights(self.model, "float32"))
         torch.save(self.optimizer.state_dict(), folder / OPTIMIZER)
+        torch.save(_random_state(self.model.device), folder / RANDOM)
         for name in MODEL_FILES:
             if (self.model_folder / name).is_file():
                 shutil.copyfile(self.model_folder / name, folder / name)
 
     def read_state(self, folder: Path) -> None:
         optimizer = torch.load(folder / OPTIMIZER, map_location=self.model.device, weights_only=True)
+        random = torch.load(folder / RANDOM, weights_only=True)
         self._hold_for_copies()
         load_weights(self.model, (folder / WEIGHTS).read_bytes())
         self.optimizer.load_state_dict(optimizer)
+        _set_random_state(random, self.model.device)
 
     def _accumulate_gradients(self, part: MicroBatch, divisor: int) -> Figures:
         log_probs, entropies = completion_log_probs(self.model, part, self._temperature, self._autocast)
@@ -143,19 +158,20 @@ class TorchLearner(Learner):
             return None
         return completion_log_probs(self._reference, part, self._temperature, self._autocast)[0]
 
-    def _step(self, step: int, loss: float) -> float:
-        """Apply the gradients if they are finite; returns their norm before clipping."""
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._settings.max_grad_norm).item()
-        if not math.isfinite(loss) or not math.isfinite(norm):
-            raise LearnerError(
-                f"step {step}: loss {loss:g} with gradient norm {norm:g} is not finite, so the step was not taken: lower "
-                f"learner.learning_rate and go on from the last checkpoint"
-            )
+    def _update(self, step: int) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = self._learning_rate(step)
         self._hold_for_copies()
         self.optimizer.step()
-        return norm
+        self._skipped = 0
+
+    def _skip(self, step: int, loss: float, norm: float) -> None:
+        """Leave the weights as they are; raises LearnerError where that happened too often in a row."""
+        fault = f"step {step}: loss {loss:g} with gradient norm {norm:g} is not finite, so the step was not taken"
+        if self._skipped >= self._settings.max_skipped_steps:
+            raise LearnerError(f"{fault}: lower learner.learning_rate and go on from the last checkpoint")
+        self._skipped += 1
+        log.warning("%s, and the run goes on (%d of learner.max_skipped_steps in a row)", fault, self._skipped)
 
     def _hold_for_copies(self) -> None:
         """Let the device change the weights only when they are copied."""
@@ -174,3 +190,15 @@ class TorchLearner(Learner):
     def _learning_rate(self, step: int) -> float:
         warmup_steps = max(1, self._settings.warmup_steps)
         return self._settings.learning_rate * min(1.0, (step + 1) / warmup_steps)
+
+
+def _random_state(device: torch.device) -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    return states | {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else states
+
+
+def _set_random_state(states: dict[str, Tensor], device: torch.device) -> None:
+    """What another kind of device drew does not count here."""
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
