@@ -52,12 +52,29 @@ class LearnerSection(Section):
     """Where checkpoints lie: empty for the run's own folder, else another folder, or `s3://BUCKET/PREFIX` (extra `store`)."""
     device: str = "auto"
     """`auto` takes CUDA where there is one, else the CPU."""
+    devices: Annotated[int, Field(ge=1, le=64)] = 1
+    """Devices of this machine that share weights, gradients, optimizer and batch, with a process (rank) for each."""
+    rank_timeout_s: PositiveFloat = 600.0
+    """Longest that one rank waits for another within a step; then the run ends and names it."""
     threads: PositiveInt = 1
     """CPU threads of the learner's process; 1 is right where learner and workers share few cores."""
     simulated_step_s: PositiveFloat = 0.5
     """`simulated` engine: seconds that a step takes."""
     simulated_snapshot_bytes: Annotated[int, Field(ge=4)] = 1_000_000
     """`simulated` engine: size of a snapshot's weights."""
+
+    @model_validator(mode="after")
+    def _devices_can_share(self) -> Self:
+        if self.devices > 1 and self.engine == "simulated":
+            raise ValueError(
+                f"learner.devices = {self.devices} with learner.engine = 'simulated', which has nothing to share: set devices=1"
+            )
+        if self.devices > 1 and self.device not in ("auto", "cpu", "cuda"):
+            raise ValueError(
+                f"learner.device = {self.device!r} names one device for learner.devices = {self.devices}: set it to auto, cpu "
+                f"or cuda, of which the first {self.devices} are taken"
+            )
+        return self
 
     @model_validator(mode="after")
     def _checkpoints_have_a_place(self) -> Self:

@@ -6,6 +6,7 @@ are taken whole or not at all, so a model never mixes two versions.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -86,6 +87,16 @@ def load_weights(model: nn.Module, snapshot: bytes) -> None:
         weights = load(snapshot)
     except SafetensorError as error:
         raise SnapshotError(f"snapshot of {len(snapshot)} bytes is not a complete safetensors message ({error})") from None
+    with torch.no_grad():
+        for weight, wanted in matched_weights(model, weights):
+            weight.copy_(wanted)
+
+
+def matched_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Each weight of `model` with what it is to be.
+
+    Raises SnapshotError unless names and shapes are exactly those of `export_weights`.
+    """
     expected = untied_weights(model)
     for name in sorted(weights.keys() ^ expected.keys()):
         fault = "lacks the weight" if name in expected else "has an unknown weight"
@@ -94,9 +105,7 @@ def load_weights(model: nn.Module, snapshot: bytes) -> None:
         if weights[name].shape != weight.shape:
             shapes = f"{tuple(weights[name].shape)} instead of {tuple(weight.shape)}"
             raise SnapshotError(f"snapshot's weight {name} has the shape {shapes}: it is of another model")
-    with torch.no_grad():
-        for name, weight in expected.items():
-            weight.copy_(weights[name])
+    return [(weight, weights[name]) for name, weight in expected.items()]
 
 
 def untied_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -85,9 +85,9 @@ def test_a_learner_with_weights_refuses_a_rehearsals_checkpoint(make_learner, tm
 
 def test_the_configured_learner_is_made(random_model_folder, tmp_path):
     settings = (*REHEARSAL, "learner.simulated_step_s=0.001", "learner.simulated_snapshot_bytes=4000")
-    learner = make_learner(load_config([], settings), tmp_path)
+    learner = make_learner(load_config([], settings), tmp_path, tmp_path)
     assert 4000 <= len(learner.export()) < 4200
-    trained = make_learner(load_config([], ["learner.device=cpu"]), random_model_folder)
+    trained = make_learner(load_config([], ["learner.device=cpu"]), random_model_folder, tmp_path)
     assert len(trained.export()) > 1_000_000
 
 
@@ -95,6 +95,6 @@ def test_a_rehearsing_learner_and_its_flow_need_no_torch():
     program = (
         "import sys; from pathlib import Path; from echo2.config import load_config; import flows.train; "
         "from echo2.learning.learners import make_learner; "
-        f"make_learner(load_config([], {REHEARSAL!r}), Path('.')).export(); sys.exit('torch' in sys.modules)"
+        f"make_learner(load_config([], {REHEARSAL!r}), Path('.'), Path('.')).export(); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
