@@ -92,11 +92,10 @@ class Ranks:
     @contextmanager
     def together(self, when: str) -> Iterator[None]:
         """What all ranks do at the same time; raises LearnerError if one of them is lost meanwhile."""
-        began = time.monotonic()
         try:
             yield
         except RuntimeError as error:
-            self._explain(error, when, overdue=time.monotonic() - began >= self._config.learner.rank_timeout_s)
+            self._explain(error, when)
             raise
         self.raise_if_lost(when)
 
@@ -128,8 +127,13 @@ class Ranks:
             self._joined = False
         self._meeting.cleanup()
 
-    def _explain(self, error: RuntimeError, when: str, overdue: bool) -> None:
-        """Raises LearnerError if a rank is the cause of an error among them; those that end in consequence end after it."""
+    def _explain(self, error: RuntimeError, when: str) -> None:
+        """Raises LearnerError if a rank is the cause of an error among them; those that end in consequence end after it.
+
+        When one stalls, all others give up waiting and end, so it is the one that is left.
+        """
+        # torch has no class of its own for what took too long.
+        overdue = any(words in str(error).lower() for words in ("timed out", "timeout"))
         deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline and (overdue or not self._ended):
             time.sleep(POLL_S)

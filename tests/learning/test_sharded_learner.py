@@ -10,6 +10,7 @@ from safetensors.torch import load
 from spread import SETTINGS, spread
 
 from echo2.learning.learner import LearnerError
+from echo2.learning.sharding import own_part
 from echo2.protocol import Batch
 
 STEPS = 3
@@ -56,6 +57,15 @@ def test_two_ranks_give_the_numbers_of_one(single, pair, batches):
     for step in range(STEPS):
         assert found[step] == pytest.approx(wanted[step], rel=1e-6, abs=1e-6)
     assert_same_weights(pair.export(), single.export())
+
+
+def test_each_rank_holds_its_part_of_weights_and_optimizer(pair, batches):
+    train(pair, batches[:1])
+    own = pair._own
+    states = [tensor for state in own.optimizer.state.values() for tensor in state.values() if tensor.dim()]
+    for tensors in (list(own.model.parameters()), states):
+        held, whole = sum(own_part(tensor).numel() for tensor in tensors), sum(tensor.numel() for tensor in tensors)
+        assert 0.49 * whole < held < 0.51 * whole
 
 
 def test_a_batch_with_fewer_sequences_than_ranks_gives_the_same(single, pair):
