@@ -48,6 +48,9 @@ def render() -> str:
         if len(models) > 1:
             parts.append(f"## [{name}]\n\nOne of {len(models)} kinds, chosen by `type`.\n")
         parts += [_section(name, model, nested=len(models) > 1) for model in models]
+        for key, field in models[0]["properties"].items():
+            if "$ref" in field:
+                parts.append(_section(f"{name}.{key}", schema["$defs"][field["$ref"].rsplit("/", 1)[-1]], nested=False))
     return "\n".join(parts)
 
 
@@ -59,6 +62,8 @@ def _section(name: str, model: Mapping[str, Any], nested: bool) -> str:
 
 def _rows(fields: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
     for name, field in fields.items():
+        if "$ref" in field:
+            continue
         default = f"`{_toml(field['default'])}`" if "default" in field else "to be given"
         yield f"`{name}`", _values(field), default, field["description"].replace("\n", " ").replace("|", "\\|")
 
@@ -71,6 +76,8 @@ def _values(field: Mapping[str, Any]) -> str:
         return " or ".join(f"`{_toml(value)}`" for value in field["enum"])
     if field.get("format") == "path":
         return "path"
+    if field["type"] == "array":
+        return f"list of {KINDS[field['items']['type']]}"
     limits = [f"{sign} {field[limit]:.12g}" for limit, sign in LIMITS.items() if limit in field]
     pattern = [f"matching `{field['pattern']}`".replace("|", "\\|")] if "pattern" in field else []
     return " ".join([KINDS[field["type"]], ", ".join(limits), *pattern]).replace("  ", " ").strip()

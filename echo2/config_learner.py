@@ -13,6 +13,17 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from echo2.config_base import S3_LOCATION, NonNegativeInt, Section
 
 
+class LoraSection(Section):
+    """Low-rank adapters: the model's own weights stay as they are; adapters alone are trained, published and saved."""
+
+    rank: NonNegativeInt = 0
+    """Rank of an adapter's two matrices; 0 trains the model's own weights. Above 0 the learner needs the extra `lora`."""
+    alpha: PositiveFloat = 32.0
+    """What an adapter adds is scaled by this over its rank."""
+    target_modules: list[str] = Field(default=[])
+    """Linear layers that get an adapter, such as `["q_proj", "v_proj"]`; empty for all but the head."""
+
+
 class LearnerSection(Section):
     """The learner's step."""
 
@@ -40,6 +51,8 @@ class LearnerSection(Section):
     """Number format of the model's matrix products; weights, optimizer and the head's softmax stay in float32."""
     gradient_checkpointing: bool = False
     """Keep each layer's input alone and compute the rest again for the gradient: less memory, about a third more time."""
+    lora: LoraSection = LoraSection()
+    """Adapters instead of the model's own weights."""
     checkpoint_interval: PositiveInt = 10
     """A checkpoint is written after every n-th step and at the end of a segment."""
     keep_checkpoints: PositiveInt = 2
@@ -73,6 +86,14 @@ class LearnerSection(Section):
             raise ValueError(
                 f"learner.device = {self.device!r} names one device for learner.devices = {self.devices}: set it to auto, cpu "
                 f"or cuda, of which the first {self.devices} are taken"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_have_a_model(self) -> Self:
+        if self.lora.rank and self.engine == "simulated":
+            raise ValueError(
+                f"learner.lora.rank = {self.lora.rank} with learner.engine = 'simulated', which has no layers: set rank to 0"
             )
         return self
 

@@ -12,6 +12,7 @@ from echo2.config import Config
 from echo2.errors import UserError
 from echo2.hub.address import listen
 from echo2.hub.inspection import inspect_run
+from echo2.learning.learners import check_adapters
 from echo2.models.preparation import check_model_and_task
 from echo2.run_directory import find_run
 from echo2.trackers import check_trackers
@@ -46,6 +47,7 @@ def check_startable(config: Config, resume: bool) -> None:
     listen(config.hub.host, config.hub.port).close()
     check_model_and_task(config)
     check_trackers(config.tracking)
+    check_adapters(config.learner.lora)
 
 
 def _place(config: Config) -> Path:

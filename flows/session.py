@@ -27,6 +27,7 @@ from echo2.learning.checkpoint import Checkpoints
 from echo2.learning.checkpoint_stores import open_store
 from echo2.learning.learner import Learner
 from echo2.learning.learners import make_learner
+from echo2.models.base import publish_base
 from echo2.models.preparation import prepare_model, write_stand_in
 from echo2.run_directory import RunDirectory, create_run
 from echo2.trackers import Trackers, make_trackers
@@ -225,6 +226,8 @@ def _provide_model(run: RunDirectory) -> Path:
     for name in MODEL_FILES:
         if (folder / name).is_file():
             shutil.copyfile(folder / name, run.model / name)
+    if run.config.learner.lora.rank and run.config.worker.engine != "simulated":
+        publish_base(run, folder)
     return folder
 
 

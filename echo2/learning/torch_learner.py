@@ -8,33 +8,28 @@ from __future__ import annotations
 
 import logging
 import math
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from echo2.config import Config
 from echo2.config_learner import LearnerSection
-from echo2.errors import SnapshotError
 from echo2.learning.batch import MicroBatch, rank_share
 from echo2.learning.learner import Learner, LearnerError, batch_metrics
 from echo2.learning.log_probs import check_head, completion_log_probs, recompute_layers
 from echo2.learning.objective import Figures, Objective, Tokens, step_metrics
 from echo2.learning.packing import enable_packing
 from echo2.learning.sharding import Shards, Whole, like, own_part, whole_weight
+from echo2.learning.trained_weights import Adapters, AllWeights, TrainedWeights
 from echo2.learning.weight_copy import WeightCopy
-from echo2.models.loading import DTYPES, Dtype, load_model, matched_weights, resolve_device, untied_weights
+from echo2.models.loading import DTYPES, Dtype, load_model, matched_weights, resolve_device
 from echo2.protocol import Batch
 
-WEIGHTS, OPTIMIZER, RANDOM = "model.safetensors", "optimizer.pt", "random.pt"
+OPTIMIZER, RANDOM = "optimizer.pt", "random.pt"
 log = logging.getLogger(__name__)
-
-MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 
 class TorchLearner(Learner):
@@ -49,9 +44,11 @@ class TorchLearner(Learner):
         temperature: float,
         export_dtype: Dtype,
         shards: Shards,
+        trained: TrainedWeights,
         reference: Whole | None = None,
     ) -> None:
         self.model: Any = whole.model
+        self._trained = trained
         self._whole = whole
         self._objective = objective
         self._reference = reference
@@ -65,7 +62,7 @@ class TorchLearner(Learner):
         self._copies: list[torch.cuda.Event] = []
         self._skipped = 0
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
+            self._parameters(),
             lr=settings.learning_rate,
             betas=(settings.beta1, settings.beta2),
             weight_decay=settings.weight_decay,
@@ -82,6 +79,7 @@ class TorchLearner(Learner):
         shards = shards or Shards(resolve_device(config.learner.device))
         objective, reference = Objective.of(config), None
         model = load_model(model_folder, "float32", torch.device("cpu"))
+        trained = Adapters(model, config.learner.lora, config.run.seed) if config.learner.lora.rank else AllWeights()
         if config.learner.gradient_checkpointing:
             recompute_layers(model)
         whole = shards.cut(model)
@@ -89,7 +87,7 @@ class TorchLearner(Learner):
         if objective.needs_reference:
             reference = shards.cut(load_model(model_folder, "float32", torch.device("cpu")).requires_grad_(False))
         temperature, dtype = config.sampling.temperature, config.model.dtype
-        return cls(whole, model_folder, config.learner, objective, temperature, dtype, shards, reference)
+        return cls(whole, model_folder, config.learner, objective, temperature, dtype, shards, trained, reference)
 
     def train_step(self, batch: Batch) -> dict[str, float]:
         """As `Learner.train_step`; a loss or gradient that is not finite is refused, or skipped as `max_skipped_steps` allows.
@@ -107,7 +105,7 @@ class TorchLearner(Learner):
             divisor = self._objective.divisor(share.tokens, share.sequences)
             found = [self._accumulate_gradients(part, divisor) for part in share.parts]
             figures = step_metrics(found, share.tokens, divisor, shards.table)
-            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._settings.max_grad_norm)
+            norm = torch.nn.utils.clip_grad_norm_(self._parameters(), self._settings.max_grad_norm)
             figures["grad_norm"] = whole_weight(norm).item()
             if math.isfinite(figures["loss"]) and math.isfinite(figures["grad_norm"]):
                 self._update(batch.step)
@@ -123,13 +121,13 @@ class TorchLearner(Learner):
 
     def begin_export(self) -> Callable[[], bytes]:
         self.require_finite()
-        begun = WeightCopy(self.model, self._export_dtype, self._shards)
+        begun = WeightCopy(self._trained.of(self.model), self._export_dtype, self._shards)
         if begun.copied is not None:
             self._copies.append(begun.copied)
         return begun.payload
 
     def require_finite(self) -> None:
-        weights = dict(self.model.named_parameters())
+        weights = self._trained.of(self.model)
         faults = torch.stack([~own_part(weight).isfinite().all() for weight in weights.values()])
         found = self._shards.table(faults.float()).amax(0).nonzero().flatten().tolist()
         if found:
@@ -137,30 +135,26 @@ class TorchLearner(Learner):
             raise LearnerError(f"version {self.version}: weight {name} is not finite: go on from an earlier checkpoint")
 
     def write_state(self, folder: Path) -> None:
-        """An ordinary Hugging Face model folder with the learner's float32 weights; AdamW's state and that of torch's random
-        numbers beside it. Whatever the number of ranks, the whole of it is in each file, and the rank that leads writes."""
-        weights = self._gathered(untied_weights(self.model))
+        """The trained weights in float32, and AdamW's state and that of torch's random numbers beside them.
+
+        Whatever the number of ranks, the whole of it is in each file, and the rank that leads writes.
+        """
+        weights = self._gathered(self._trained.of(self.model))
         optimizer = self.optimizer.state_dict()
         optimizer["state"] = {number: self._gathered(state) for number, state in optimizer["state"].items()}
         if not self._shards.leads:
             return
-        save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+        self._trained.write(weights, self.model_folder, folder)
         torch.save(optimizer, folder / OPTIMIZER)
         torch.save(_random_state(self._shards.device), folder / RANDOM)
-        for name in MODEL_FILES:
-            if (self.model_folder / name).is_file():
-                shutil.copyfile(self.model_folder / name, folder / name)
 
     @torch.no_grad()
     def read_state(self, folder: Path) -> None:
         """As `Learner.read_state`; each rank takes its part of the files, and nothing travels between them."""
         optimizer = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True, mmap=True)
         random = torch.load(folder / RANDOM, weights_only=True)
-        try:
-            matched = matched_weights(self.model, load_file(folder / WEIGHTS))
-        except SafetensorError as error:
-            raise SnapshotError(f"{WEIGHTS} is not a complete safetensors file ({error})") from None
-        parameters = list(self.model.parameters())
+        matched = matched_weights(self._trained.of(self.model), self._trained.read(folder))
+        parameters = self._parameters()
         for number, state in optimizer["state"].items():
             optimizer["state"][number] = {
                 name: like(value, parameters[number]) if value.dim() else value.clone() for name, value in state.items()
@@ -173,6 +167,10 @@ class TorchLearner(Learner):
 
     def close(self) -> None:
         """Memory is all that it holds."""
+
+    def _parameters(self) -> list[Tensor]:
+        """What the optimizer changes."""
+        return [weight for weight in self.model.parameters() if weight.requires_grad]
 
     def _accumulate_gradients(self, part: MicroBatch, divisor: int) -> Figures:
         log_probs, entropies = self._whole(completion_log_probs, part, self._temperature, self._autocast)

@@ -7,27 +7,29 @@ that are cut into parts, every rank gives its own, one weight after the other, a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from safetensors.torch import save
-from torch import Tensor, nn
+from torch import Tensor
 
 from echo2.learning.sharding import Shards, whole_weight
-from echo2.models.loading import DTYPES, Dtype, untied_weights
+from echo2.models.loading import DTYPES, Dtype
 
 
 class WeightCopy:
     """Begun when it is made; on the CPU that takes as long as the copy."""
 
-    def __init__(self, model: nn.Module, dtype: Dtype, shards: Shards) -> None:
+    def __init__(self, weights: Mapping[str, Tensor], dtype: Dtype, shards: Shards) -> None:
         self.copied: torch.cuda.Event | None = None
         self._weights: dict[str, Tensor] = {}
         if shards.device.type != "cuda":
-            self._gather(model, dtype, shards.leads)
+            self._gather(weights, dtype, shards.leads)
             return
         stream = torch.cuda.Stream(shards.device)
         stream.wait_stream(torch.cuda.current_stream(shards.device))
         with torch.cuda.stream(stream):
-            self._gather(model, dtype, shards.leads)
+            self._gather(weights, dtype, shards.leads)
             self.copied = stream.record_event()
 
     def payload(self) -> bytes:
@@ -37,8 +39,8 @@ class WeightCopy:
             self.copied.synchronize()
         return save(self._weights, metadata={"format": "pt"})
 
-    def _gather(self, model: nn.Module, dtype: Dtype, kept: bool) -> None:
-        for name, weight in untied_weights(model).items():
+    def _gather(self, weights: Mapping[str, Tensor], dtype: Dtype, kept: bool) -> None:
+        for name, weight in weights.items():
             wanted = DTYPES[dtype] if weight.is_floating_point() else weight.dtype
             whole = whole_weight(weight.detach().to(wanted))
             if kept:

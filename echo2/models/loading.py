@@ -88,16 +88,12 @@ def load_weights(model: nn.Module, snapshot: bytes) -> None:
     except SafetensorError as error:
         raise SnapshotError(f"snapshot of {len(snapshot)} bytes is not a complete safetensors message ({error})") from None
     with torch.no_grad():
-        for weight, wanted in matched_weights(model, weights):
+        for weight, wanted in matched_weights(untied_weights(model), weights):
             weight.copy_(wanted)
 
 
-def matched_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Each weight of `model` with what it is to be.
-
-    Raises SnapshotError unless names and shapes are exactly those of `export_weights`.
-    """
-    expected = untied_weights(model)
+def matched_weights(expected: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Each of a model's own weights with what it is to be. Raises SnapshotError unless names and shapes are the same."""
     for name in sorted(weights.keys() ^ expected.keys()):
         fault = "lacks the weight" if name in expected else "has an unknown weight"
         raise SnapshotError(f"snapshot {fault} {name}: it is of another model")
