@@ -139,3 +139,19 @@ def test_state_is_readable_by_people(run, s3):
     run.save(4)
     body = s3.get_object(Bucket="weights", Key=keys_of(4)[1])["Body"].read()
     assert json.loads(body)["version"] == 4
+
+
+def test_what_makes_a_checkpoint_whole_comes_last_and_goes_first(run, s3, monkeypatch):
+    told = []
+    for action in ("upload", "delete"):
+        real = getattr(Bucket, action)
+
+        def recorded(bucket, key, *others, action=action, real=real):
+            told.append((action, key.rsplit("/", 2)[-2:]))
+            return real(bucket, key, *others)
+
+        monkeypatch.setattr(Bucket, action, recorded)
+    run.save(1, keep=1)
+    run.save(2, keep=1)
+    files = [[f"version-{version:08d}", file] for version in (1, 2) for file in ("rehearsal.json", "state.json")]
+    assert told == [*(("upload", file) for file in files), ("delete", files[1]), ("delete", files[0])]
