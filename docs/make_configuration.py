@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from the models in echo2/config_{sections,tasks}.py: `python docs/make_configuration.py`."""
+"""Writes docs/configuration.md from the sections of echo2/config.py: `python docs/make_configuration.py`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiv
 
 HEAD = f"""# Configuration
 
-This page is made from `echo2/config_sections.py` and `echo2/config_tasks.py` by `python docs/make_configuration.py`; edit the
-docstrings there.
+This page is made from `echo2/config_sections.py`, `echo2/config_learner.py` and `echo2/config_tasks.py` by
+`python docs/make_configuration.py`; edit the docstrings there.
 
 A run is made from TOML files, read left to right, and `section.key=value` overrides, which win over every file. Keys that
 are not on this page are refused. `echo2 train --dry-run` prints the resolved configuration, every key included.
@@ -48,6 +48,9 @@ def render() -> str:
         if len(models) > 1:
             parts.append(f"## [{name}]\n\nOne of {len(models)} kinds, chosen by `type`.\n")
         parts += [_section(name, model, nested=len(models) > 1) for model in models]
+        for key, field in models[0]["properties"].items():
+            if "$ref" in field:
+                parts.append(_section(f"{name}.{key}", schema["$defs"][field["$ref"].rsplit("/", 1)[-1]], nested=False))
     return "\n".join(parts)
 
 
@@ -59,6 +62,8 @@ def _section(name: str, model: Mapping[str, Any], nested: bool) -> str:
 
 def _rows(fields: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
     for name, field in fields.items():
+        if "$ref" in field:
+            continue
         default = "to be given"
         if "default" in field:
             default = "left out" if field["default"] is None else f"`{_toml(field['default'])}`"
@@ -75,6 +80,8 @@ def _values(field: Mapping[str, Any]) -> str:
         return " or ".join(f"`{_toml(value)}`" for value in field["enum"])
     if field.get("format") == "path":
         return "path"
+    if field["type"] == "array":
+        return f"list of {KINDS[field['items']['type']]}"
     limits = [f"{sign} {field[limit]:.12g}" for limit, sign in LIMITS.items() if limit in field]
     pattern = [f"matching `{field['pattern']}`".replace("|", "\\|")] if "pattern" in field else []
     return " ".join([KINDS[field["type"]], ", ".join(limits), *pattern]).replace("  ", " ").strip()

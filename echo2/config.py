@@ -15,6 +15,7 @@ import tomli_w
 from pydantic import ValidationError, model_validator
 
 from echo2.config_base import Section
+from echo2.config_learner import LearnerSection
 from echo2.config_sections import (
     BatchSection,
     CapacitySection,
@@ -22,7 +23,6 @@ from echo2.config_sections import (
     FleetSection,
     FlowSection,
     HubSection,
-    LearnerSection,
     ModelSection,
     ObjectiveSection,
     RunSection,

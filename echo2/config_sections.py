@@ -12,9 +12,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from echo2.config_base import Section
+from echo2.config_base import S3_LOCATION, NonNegativeInt, Section
 
-NonNegativeInt = Annotated[int, Field(ge=0, strict=True)]
 FolderPath = Annotated[Path, Field(strict=False)]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
 
@@ -78,45 +77,6 @@ class StalenessSection(Section):
     """S: a group made by version v may be trained at step t only if t − v ≤ S; unit: learner steps."""
     publish_interval: PositiveInt = 1
     """κ: a snapshot is published after every κ-th step; κ ≤ S + 1."""
-
-
-class LearnerSection(Section):
-    """The learner's step."""
-
-    engine: Literal["torch", "simulated"] = "torch"
-    """What trains: `torch` on CPU or GPU, `simulated` for rehearsals without a model, with `simulated` workers."""
-    learning_rate: PositiveFloat = 3e-4
-    """AdamW's step size after warm-up."""
-    warmup_steps: NonNegativeInt = 5
-    """Steps over which the learning rate rises linearly from 0."""
-    beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
-    """AdamW's first-moment decay."""
-    beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
-    """AdamW's second-moment decay."""
-    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
-    """AdamW's decoupled weight decay."""
-    max_grad_norm: PositiveFloat = 1.0
-    """Gradients are scaled down to this norm."""
-    micro_batch_tokens: PositiveInt = 16384
-    """Most tokens (padding included) in one forward pass; the result does not depend on it, memory and speed do."""
-    packing: bool = True
-    """Sequences lie end to end in one row, where the model allows it; otherwise each is padded to the longest beside it."""
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format of the model's matrix products; weights, optimizer and the head's softmax stay in float32."""
-    gradient_checkpointing: bool = False
-    """Keep each layer's input alone and compute the rest again for the gradient: less memory, about a third more time."""
-    checkpoint_interval: PositiveInt = 10
-    """A checkpoint is written after every n-th step and at the end of a segment."""
-    keep_checkpoints: PositiveInt = 2
-    """Newest checkpoints to keep."""
-    device: str = "auto"
-    """`auto` takes CUDA where there is one, else the CPU."""
-    threads: PositiveInt = 1
-    """CPU threads of the learner's process; 1 is right where learner and workers share few cores."""
-    simulated_step_s: PositiveFloat = 0.5
-    """`simulated` engine: seconds that a step takes."""
-    simulated_snapshot_bytes: Annotated[int, Field(ge=4)] = 1_000_000
-    """`simulated` engine: size of a snapshot's weights."""
 
 
 class ObjectiveSection(Section):
@@ -291,7 +251,7 @@ class DisseminationSection(Section):
     @model_validator(mode="after")
     def _object_store_can_be(self) -> Self:
         store, endpoint = self.object_store, self.object_store_endpoint_url
-        if store and not re.fullmatch(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[\w./-]*)?", store, re.ASCII):
+        if store and not re.fullmatch(S3_LOCATION, store, re.ASCII):
             raise ValueError(
                 f"dissemination.object_store = {store!r} is not of the form s3://BUCKET/PREFIX: for example s3://weights/echo2"
             )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from echo2 import config_sections, config_tasks
+from echo2 import config_learner, config_sections, config_tasks
 
 REPOSITORY = Path(__file__).parent.parent
 PACKAGES = ("echo2", "flows", "clouds")
@@ -79,7 +79,7 @@ def test_capacity_and_configuration_are_pure():
     outside = HEAVY | {"tenacity", "safetensors", "tokenizers", "blake3", "socket", "subprocess", "sqlite3", "threading"}
     assert breaches("echo2/capacity", outside) == []
     assert breaches("echo2/config.py", outside - {"pydantic"}) == []
-    for file in ("config_base.py", "config_sections.py", "config_tasks.py"):
+    for file in ("config_base.py", "config_learner.py", "config_sections.py", "config_tasks.py"):
         assert breaches(f"echo2/{file}", outside - {"pydantic"}) == []
 
 
@@ -165,8 +165,10 @@ def test_every_setting_is_used():
     source = "\n".join(
         file.read_text(encoding="utf-8")
         for file in FILES
-        if file.name not in ("config.py", "config_sections.py", "config_tasks.py")
+        if file.name not in ("config.py", "config_learner.py", "config_sections.py", "config_tasks.py")
     )
-    kinds = [kind for kind in (vars(config_sections) | vars(config_tasks)).values() if isinstance(kind, type)]
+    kinds = [
+        kind for kind in (vars(config_learner) | vars(config_sections) | vars(config_tasks)).values() if isinstance(kind, type)
+    ]
     fields = {field for kind in kinds if issubclass(kind, config_sections.Section) for field in kind.model_fields} - {"type"}
     assert sorted(field for field in fields if not re.search(rf"\.{field}\b", source)) == []

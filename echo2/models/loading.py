@@ -6,6 +6,7 @@ are taken whole or not at all, so a model never mixes two versions.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -84,8 +85,13 @@ def load_weights(model: nn.Module, snapshot: Content) -> None:
 
     Raises SnapshotError, with the model unchanged, unless names and shapes are exactly those of `export_weights`.
     """
-    weights = tensors_in(snapshot)
-    expected = untied_weights(model)
+    with torch.no_grad():
+        for weight, wanted in matched_weights(untied_weights(model), tensors_in(snapshot)):
+            weight.copy_(wanted)
+
+
+def matched_weights(expected: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Each of a model's own weights with what it is to be. Raises SnapshotError unless names and shapes are the same."""
     for name in sorted(weights.keys() ^ expected.keys()):
         fault = "lacks the weight" if name in expected else "has an unknown weight"
         raise SnapshotError(f"snapshot {fault} {name}: it is of another model")
@@ -93,9 +99,7 @@ def load_weights(model: nn.Module, snapshot: Content) -> None:
         if weights[name].shape != weight.shape:
             shapes = f"{tuple(weights[name].shape)} instead of {tuple(weight.shape)}"
             raise SnapshotError(f"snapshot's weight {name} has the shape {shapes}: it is of another model")
-    with torch.no_grad():
-        for name, weight in expected.items():
-            weight.copy_(weights[name])
+    return [(weight, weights[name]) for name, weight in expected.items()]
 
 
 def untied_weights(model: nn.Module) -> dict[str, Tensor]:
