@@ -1,7 +1,7 @@
 """Activation: which offers to rent so that the learner is kept busy at the least cost, and why these and not others.
 
-Invariants: pure functions; every offer handed in is chosen or refused, with a sentence that holds the numbers and is true of the
-plan; an impossible demand is answered with what stands in its way and with plans that a single change would allow.
+Invariants: pure functions; every offer handed in is chosen or refused, with a sentence that holds the numbers and is true of
+the plan; an impossible demand is answered with what stands in its way and with plans that a single change would allow.
 """
 
 from __future__ import annotations
@@ -108,7 +108,6 @@ def activate(
         obstacle = _obstacle(len(candidates), len(fresh), demand, limits, relaxations)
         others = [Refusal(c.offer, "no plan keeps to the limits", obstacle) for c in fresh]
         return Activation(demand, limits, None, (), (*refused, *stale, *others), (), obstacle, relaxations)
-    dearest = max(_usd_per_group(selection, c, n) for c, n in selection.chosen)
     choices = [Choice(c, n, _why_chosen(selection, c, n, demand)) for c, n in selection.chosen]
     left = [c for c, n in zip(selection.candidates, selection.counts, strict=True) if not n]
     return Activation(
@@ -116,7 +115,7 @@ def activate(
         limits,
         selection,
         tuple(sorted(choices, key=lambda choice: choice.candidate.usd_per_group())),
-        (*refused, *stale, *(_why_refused(selection, candidate, demand, dearest) for candidate in left)),
+        (*refused, *stale, *(_why_refused(selection, candidate, demand) for candidate in left)),
         tuple(_limit_costs(selection, needed)),
         "",
         (),
@@ -132,12 +131,6 @@ def _too_stale(candidate: Candidate, demand: Demand) -> Refusal:
     )
 
 
-def _usd_per_group(selection: Selection, candidate: Candidate, count: int) -> float:
-    """Of the dearest of `count` machines: one that is launched, if any is."""
-    launched = count > candidate.running
-    return candidate.usd_per_group(selection.limits.start_usd_per_hour(candidate) if launched else 0.0)
-
-
 def _why_chosen(selection: Selection, candidate: Candidate, count: int, demand: Demand) -> str:
     rate = candidate.effective_groups_per_s
     per_1000 = demand.usd_per_1000_rollouts(candidate.usd_per_group())
@@ -149,21 +142,22 @@ def _why_chosen(selection: Selection, candidate: Candidate, count: int, demand: 
     )
 
 
-def _why_refused(selection: Selection, candidate: Candidate, demand: Demand, dearest: float) -> Refusal:
+def _why_refused(selection: Selection, candidate: Candidate, demand: Demand) -> Refusal:
     """The first reason that holds: dearer, not worth a start, a limit, or its size."""
     offer, limits = candidate.offer, selection.limits
-    plain = candidate.usd_per_group()
-    whole = candidate.usd_per_group(limits.start_usd_per_hour(candidate))
-    shown, bar = (number(demand.usd_per_1000_rollouts(usd)) for usd in (plain, dearest))
-    if plain >= dearest:
-        return Refusal(offer, "dearer", f"{shown} USD per 1,000 rollouts; the dearest machine chosen costs {bar}")
-    if whole >= dearest and not candidate.running:
-        with_start = number(demand.usd_per_1000_rollouts(whole))
+    usd, dearest = candidate.usd_per_group(), max(c.usd_per_group() for c, _ in selection.chosen)
+    shown, bar = (number(demand.usd_per_1000_rollouts(each)) for each in (usd, dearest))
+    if usd >= dearest:
+        return Refusal(offer, "dearer", f"{shown} USD per 1,000 rollouts; the dearest chosen costs {bar}")
+    started = candidate.usd_per_group(limits.start_usd_per_hour(candidate))
+    dearest_started = max(_with_start(selection, c, n) for c, n in selection.chosen)
+    if not candidate.running and started >= dearest_started:
+        with_starts = [number(demand.usd_per_1000_rollouts(each)) for each in (started, dearest_started)]
         return Refusal(
             offer,
             "not worth a start",
-            f"{shown} USD per 1,000 rollouts, but {with_start} with its start of {number(candidate.start_usd)} USD spread over "
-            f"{number(limits.switching_horizon_h)} h; the dearest machine chosen costs {bar}",
+            f"{shown} USD per 1,000 rollouts, but {with_starts[0]} with the {number(candidate.start_usd)} USD of its start "
+            f"spread over {number(limits.switching_horizon_h)} h; the dearest chosen, started if need be, {with_starts[1]}",
         )
     broken = obstacles(selection, candidate, demand.needed_groups_per_s)
     if broken:
@@ -176,6 +170,12 @@ def _why_refused(selection: Selection, candidate: Candidate, demand: Demand, dea
     if selection.gap:
         return Refusal(offer, "not in the best plan found", f"{size}, and the search ended before all plans with it were tried")
     return Refusal(offer, "of no fitting size", f"{size}, and no plan with it costs less")
+
+
+def _with_start(selection: Selection, candidate: Candidate, count: int) -> float:
+    """Cost per group of the dearest of `count` machines: with a start, if one of them is launched."""
+    launched = count > candidate.running
+    return candidate.usd_per_group(selection.limits.start_usd_per_hour(candidate) if launched else 0.0)
 
 
 def _limit_costs(selection: Selection, needed_groups_per_s: float) -> Iterator[tuple[str, float]]:

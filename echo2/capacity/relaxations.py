@@ -1,7 +1,7 @@
 """Relaxations: what would have to give for a plan to exist where none keeps to all limits.
 
-Invariants: each relaxation changes one limit, as little as its steps allow, and comes with the cheapest plan that it allows; that
-plan keeps to everything else; shares move in steps of a hundredth, quotas of an accelerator, staleness of a learner step.
+Invariants: each relaxation changes one limit, as little as its steps allow, and comes with the cheapest plan that it allows;
+that plan keeps to everything else; shares move by hundredths, quotas by accelerators, staleness by learner steps.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from echo2.capacity.limits import TOLERANCE, Limits
 from echo2.capacity.offers import Candidate
@@ -19,6 +20,9 @@ from echo2.errors import WaitTimeout
 
 MOST_SLACK_STEPS = 256
 """Steps up to which S + 1 − κ is raised."""
+
+UNLIMITED = 10**9
+"""A quota that nothing exhausts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +76,7 @@ class _Search:
 
     def alone(self) -> Iterator[Relaxation]:
         """One limit at a time."""
-        for relaxed in (*self._budget(), *self._quotas(), *self._cap(), *self._floor(), *self._staleness(), *self._need()):
-            yield relaxed
+        yield from (*self._budget(), *self._quotas(), *self._cap(), *self._floor(), *self._staleness(), *self._need())
 
     def together(self) -> Iterator[Relaxation]:
         """All limits but the staleness bound dropped."""
@@ -93,19 +96,19 @@ class _Search:
 
     def _quotas(self) -> Iterator[Relaxation]:
         for place, quota in enumerate(self.limits.quotas):
-
-            def raised(accelerators: int, place: int = place) -> Limits:
-                quotas = list(self.limits.quotas)
-                quotas[place] = replace(quotas[place], accelerators=accelerators)
-                return replace(self.limits, quotas=tuple(quotas))
-
-            without = replace(self.limits, quotas=self.limits.quotas[:place] + self.limits.quotas[place + 1 :])
-            enough = self._select(without)
+            raised = partial(self._with_quota, place)
+            enough = self._select(raised(UNLIMITED))
             if enough is not None:
-                most = max(quota.accelerators, math.ceil(enough.accelerators_under(quota)))
-                least = self._least(lambda n, at=raised: at(n), quota.accelerators + 1, most) or most
+                most = math.ceil(enough.accelerators_under(quota))
+                least = self._least(raised, quota.accelerators + 1, most) or most
                 sentence = f"a quota {quota.name} of {least} accelerators in place of {quota.accelerators}"
                 yield from self._relaxed(f"the quota {quota.name}", sentence, raised(least))
+
+    def _with_quota(self, place: int, accelerators: int) -> Limits:
+        """The limits with another number in one quota."""
+        quotas = list(self.limits.quotas)
+        quotas[place] = replace(quotas[place], accelerators=accelerators)
+        return replace(self.limits, quotas=tuple(quotas))
 
     def _cap(self) -> Iterator[Relaxation]:
         limits, domain = self.limits, self.limits.failure_domain

@@ -117,7 +117,8 @@ def select(
             f"no plan was found among {len(candidates)} offers within activation.time_limit_s = {time_limit_s:g}: raise it"
         )
     best = min(options, key=lambda selection: selection.cost_usd_per_hour)
-    return replace(best, gap=max(0.0, 1 - found.bound_usd_per_hour / best.cost_usd_per_hour))
+    dearer_usd_per_hour = max(0.0, best.cost_usd_per_hour - found.bound_usd_per_hour)
+    return replace(best, gap=dearer_usd_per_hour / best.cost_usd_per_hour if dearer_usd_per_hour else 0.0)
 
 
 def select_greedily(candidates: Sequence[Candidate], needed_groups_per_s: float, limits: Limits) -> Selection | None:
