@@ -70,24 +70,7 @@ def choose_machines(config: Config, plan: Plan, measured: Measured = NOTHING_MEA
     settings, folder = config.activation, Path(config.activation.catalog)
     offers = read_catalog(folder)
     candidates, refused = appraise(offers, job_of(config, plan, measured), settings, measured.rentals, measured.where)
-    needed_groups_per_s, latency, asked = plan.configured.groups_per_s, plan.terms.latency, 1
-    while True:
-        demand = demand_of(config, plan, needed_groups_per_s)
-        activation = activate(candidates, demand, limits_of(settings), refused=refused, time_limit_s=settings.time_limit_s)
-        if activation.selection is None:
-            break
-        mean_s = mean_latency_s(activation.selection)
-        if asked == ROUNDS or abs(mean_s / latency.mean_s - 1) < SAME_LATENCY:
-            break
-        latency, asked = latency.scaled_to(mean_s), asked + 1
-        needed_groups_per_s = provision(
-            plan.workload,
-            plan.links,
-            plan.target_utilisation,
-            latency=latency,
-            publish_intervals=[plan.workload.publish_interval],
-            unit=plan.terms.unit(config),
-        ).groups_per_s
+    activation = settle(config, plan, candidates, limits_of(settings), refused)
     return Renting(
         plan=plan,
         catalog=folder,
@@ -97,6 +80,30 @@ def choose_machines(config: Config, plan: Plan, measured: Measured = NOTHING_MEA
         simulated=_simulated(config, plan, activation),
         strays=_strays(candidates, measured.rentals),
     )
+
+
+def settle(
+    config: Config, plan: Plan, candidates: Sequence[Candidate], limits: Limits, refused: Sequence[Refusal] = ()
+) -> Activation:
+    """The cheapest machines for `plan`; the throughput that it needs is asked for again for the latency of those chosen."""
+    needed_groups_per_s, latency, asked = plan.configured.groups_per_s, plan.terms.latency, 1
+    while True:
+        demand = demand_of(config, plan, needed_groups_per_s)
+        found = activate(candidates, demand, limits, refused=refused, time_limit_s=config.activation.time_limit_s)
+        if found.selection is None:
+            return found
+        mean_s = mean_latency_s(found.selection)
+        if asked == ROUNDS or abs(mean_s / latency.mean_s - 1) < SAME_LATENCY:
+            return found
+        latency, asked = latency.scaled_to(mean_s), asked + 1
+        needed_groups_per_s = provision(
+            plan.workload,
+            plan.links,
+            plan.target_utilisation,
+            latency=latency,
+            publish_intervals=[plan.workload.publish_interval],
+            unit=plan.terms.unit(config),
+        ).groups_per_s
 
 
 def job_of(config: Config, plan: Plan, measured: Measured) -> Job:

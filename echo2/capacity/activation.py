@@ -169,7 +169,7 @@ def _why_refused(selection: Selection, candidate: Candidate, demand: Demand) -> 
     )
     if selection.gap:
         return Refusal(offer, "not in the best plan found", f"{size}, and the search ended before all plans with it were tried")
-    return Refusal(offer, "of no fitting size", f"{size}, and no plan with it costs less")
+    return Refusal(offer, "no cheaper plan with it", f"{size}, and no plan with it costs less")
 
 
 def _with_start(selection: Selection, candidate: Candidate, count: int) -> float:
@@ -208,8 +208,8 @@ def _obstacle(offers: int, fresh: int, demand: Demand, limits: Limits, relaxatio
             f"none of {offers} offers is fresh enough: D + L exceeds (S + 1 − κ)·T = {demand.slack_steps} · "
             f"{number(demand.learner_step_s)} s for each"
         )
-    alone = ", ".join(relaxation.name for relaxation in relaxations)
-    blame = f"; each of these alone stands in the way: {alone}" if alone else "; no single one of them is to blame"
+    names = ", ".join(relaxation.name for relaxation in relaxations)
+    blame = f"; to change one of these is enough: {names}" if names else "; to change one of them is not enough"
     return f"no choice among {fresh} offers gives {goal} within {', '.join(_in_words(limits))}{blame}"
 
 
