@@ -16,7 +16,7 @@ from clouds.history import Figure
 from clouds.offers import Job, appraise, read_shape
 from echo2.capacity.activation import Activation, Demand, activate
 from echo2.capacity.limits import Limits, Quota
-from echo2.capacity.offers import Candidate, Rental
+from echo2.capacity.offers import Candidate, Refusal, Rental
 from echo2.capacity.plan import Plan
 from echo2.capacity.provisioning import provision
 from echo2.capacity.rented_pool import mean_latency_s, simulate_selection

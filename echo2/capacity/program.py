@@ -20,6 +20,9 @@ accelerators, and are both on demand or both spot. Exchanging one for a cheaper 
 Take, of all cheapest plans, one in which no such exchange is possible. A machine of it with ν in domain d' whose cheaper likes
 stand in K other domains then finds each of these too full for it, each above φt − ν of the throughput t, so K·(φt − ν) + ν < t.
 As t ≥ R, an offer with K ≥ (R − ν)/(φR − ν) cheaper likes in other domains, or one in its own, is in no such plan (φR > ν).
+
+A plan with a machine of ν has t ≥ ν/φ, since its domain has at least ν. The rest of t costs at least the lowest c/ν of all for
+each group per second. So where some plan is known to cost C, an offer is left out for which c + k/H and this rest exceed C.
 """
 
 from __future__ import annotations
@@ -81,10 +84,20 @@ class Solution:
 class Program:
     """The program in the form that HiGHS takes."""
 
-    def __init__(self, candidates: Sequence[Candidate], needed_groups_per_s: float, limits: Limits) -> None:
+    def __init__(
+        self,
+        candidates: Sequence[Candidate],
+        needed_groups_per_s: float,
+        limits: Limits,
+        known_usd_per_hour: float = math.inf,
+    ) -> None:
+        """Some selection is known to cost `known_usd_per_hour`."""
         self.candidates, self.needed, self.limits = candidates, needed_groups_per_s, limits
         kept = [_Column(i, c, c.usd_per_hour, float(c.running)) for i, c in enumerate(candidates) if c.running]
-        self.columns = [*kept, *self._worth_launching()]
+        launched = list(self._worth_launching())
+        lowest = min((c.candidate.usd_per_group() * 3600 for c in (*kept, *launched)), default=0.0)
+        most = known_usd_per_hour * (1 + TOLERANCE)
+        self.columns = [*kept, *(column for column in launched if self._least_usd_per_hour(column, lowest) <= most)]
 
     def solve(self, time_limit_s: float) -> Solution:
         """Raises UserError where scipy is missing."""
@@ -166,3 +179,9 @@ class Program:
             return bool(cheaper)
         spare = self.limits.max_domain_share * self.needed - rate
         return domain in cheaper or (spare > self.needed * TOLERANCE and len(cheaper) * spare >= self.needed - rate)
+
+    def _least_usd_per_hour(self, column: _Column, lowest_usd: float) -> float:
+        """Of a plan with a machine of this column, where a group per second costs at least `lowest_usd` an hour."""
+        rate = column.candidate.effective_groups_per_s
+        total = max(self.needed, rate / self.limits.max_domain_share)
+        return column.usd_per_hour + (total - rate) * lowest_usd

@@ -106,11 +106,12 @@ def select(
     >>> select([small, large], 5.0, Limits(failure_domain="region", max_domain_share=0.8)).counts
     (1, 1)
     """
-    found = Program(candidates, needed_groups_per_s, limits).solve(time_limit_s)
+    simple = select_greedily(candidates, needed_groups_per_s, limits)
+    known_usd_per_hour = math.inf if simple is None else simple.cost_usd_per_hour
+    found = Program(candidates, needed_groups_per_s, limits, known_usd_per_hour).solve(time_limit_s)
     if found.finished:
         return None if found.counts is None else Selection(tuple(candidates), found.counts, limits)
     options = [] if found.counts is None else [Selection(tuple(candidates), found.counts, limits)]
-    simple = select_greedily(candidates, needed_groups_per_s, limits)
     options += [] if simple is None else [simple]
     if not options:
         raise WaitTimeout(
