@@ -50,6 +50,7 @@ from echo2.capacity.rented_pool import simulate_selection
 from echo2.capacity.roofline import ModelShape, find_gpu
 from echo2.capacity.selection import Selection, select, select_greedily
 from echo2.config import Config, load_config
+from echo2.errors import UserError
 
 CATALOG = Path("examples/catalog/v8")
 
@@ -101,8 +102,8 @@ class Case:
             plan.links,
             plan.terms.latency,
             in_calls=plan.in_calls,
-            detection_s=detection_s,
-            seeds=SEEDS,
+            detection_s=self.config.hub.heartbeat_timeout_s,
+            seeds=seeds,
         )
         return fmean(result.utilisation for result in results)
 
@@ -187,7 +188,8 @@ def compare(case: Case, seeds: Sequence[int]) -> dict[str, float]:
     print(f"{'strategy':<24}{'USD/h':>9}{'saved by exact':>16}{'groups/s':>10}{'U':>8}  machines")
     found = strategies(case)
     exact = found["exact"]
-    assert exact is not None, "the catalog has nothing for this run"
+    if exact is None or found[REFERENCE] is None:
+        raise UserError(f"the catalog gives {case.model} no plan, or none {REFERENCE}: take one with more offers")
     for name, selection in found.items():
         if selection is None:
             print(f"{name:<24}{'none':>9}")
@@ -270,7 +272,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer simulations and searches")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     arguments = parser.parse_args()
-    figures = measure(arguments.catalog, arguments.quick)
+    try:
+        figures = measure(arguments.catalog, arguments.quick)
+    except UserError as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
     print()
     for name, value in figures.items():
         print(f"{name:<28}{value:.4g}")
