@@ -25,10 +25,10 @@ from echo2.config import Config
 from echo2.config_activation import ActivationSection, QuotaSection
 
 ROUNDS = 4
-"""Most times that the needed throughput is asked for again, for the latency of the machines that were chosen."""
+"""Most times that machines are chosen."""
 
-SAME_LATENCY = 0.02
-"""Relative difference of latencies below which asking again is of no use."""
+SAME_THROUGHPUT = 0.005
+"""Share by which the throughput needed at the latency of the machines chosen may exceed the one that they were chosen for."""
 
 MARKETS = {"both": None, "spot": True, "on-demand": False}
 
@@ -85,25 +85,29 @@ def choose_machines(config: Config, plan: Plan, measured: Measured = NOTHING_MEA
 def settle(
     config: Config, plan: Plan, candidates: Sequence[Candidate], limits: Limits, refused: Sequence[Refusal] = ()
 ) -> Activation:
-    """The cheapest machines for `plan`; the throughput that it needs is asked for again for the latency of those chosen."""
-    needed_groups_per_s, latency, asked = plan.configured.groups_per_s, plan.terms.latency, 1
-    while True:
+    """The cheapest machines for `plan`.
+
+    The needed throughput is at first that for the latency of the offer that is cheapest per rollout. Where the machines chosen
+    are so much slower that they would need more, the choice is made anew with that.
+    """
+    cheapest = min(candidates, key=Candidate.usd_per_group)
+    needed_groups_per_s = _needed_groups_per_s(plan, cheapest.group_latency_s)
+    for _ in range(ROUNDS):
         demand = demand_of(config, plan, needed_groups_per_s)
         found = activate(candidates, demand, limits, refused=refused, time_limit_s=config.activation.time_limit_s)
         if found.selection is None:
-            return found
-        mean_s = mean_latency_s(found.selection)
-        if asked == ROUNDS or abs(mean_s / latency.mean_s - 1) < SAME_LATENCY:
-            return found
-        latency, asked = latency.scaled_to(mean_s), asked + 1
-        needed_groups_per_s = provision(
-            plan.workload,
-            plan.links,
-            plan.target_utilisation,
-            latency=latency,
-            publish_intervals=[plan.workload.publish_interval],
-            unit=plan.terms.unit(config),
-        ).groups_per_s
+            break
+        own_groups_per_s = _needed_groups_per_s(plan, mean_latency_s(found.selection))
+        if own_groups_per_s <= needed_groups_per_s * (1 + SAME_THROUGHPUT):
+            break
+        needed_groups_per_s = own_groups_per_s
+    return found
+
+
+def _needed_groups_per_s(plan: Plan, latency_s: float) -> float:
+    """What the provisioning rule asks for of machines with such an L, slot by slot: they are not the workers of the plan."""
+    latency, κ = plan.terms.latency.scaled_to(latency_s), plan.workload.publish_interval
+    return provision(plan.workload, plan.links, plan.target_utilisation, latency=latency, publish_intervals=[κ]).groups_per_s
 
 
 def job_of(config: Config, plan: Plan, measured: Measured) -> Job:
