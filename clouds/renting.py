@@ -9,13 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from clouds.catalog import read_catalog
 from clouds.history import Figure
 from clouds.offers import Job, appraise, read_shape
 from echo2.capacity.activation import Activation, Demand, activate
+from echo2.capacity.latencies import Latency
 from echo2.capacity.limits import Limits, Quota
+from echo2.capacity.model import Links, Workload
 from echo2.capacity.offers import Candidate, Refusal, Rental
 from echo2.capacity.plan import Plan
 from echo2.capacity.provisioning import provision
@@ -90,24 +93,28 @@ def settle(
     The needed throughput is at first that for the latency of the offer that is cheapest per rollout. Where the machines chosen
     are so much slower that they would need more, the choice is made anew with that.
     """
-    cheapest = min(candidates, key=Candidate.usd_per_group)
-    needed_groups_per_s = _needed_groups_per_s(plan, cheapest.group_latency_s)
+
+    def needed_at(latency_s: float) -> float:
+        return _needed_groups_per_s(plan.workload, plan.links, plan.target_utilisation, plan.terms.latency.scaled_to(latency_s))
+
+    needed_groups_per_s = needed_at(min(candidates, key=Candidate.usd_per_group).group_latency_s)
     for _ in range(ROUNDS):
         demand = demand_of(config, plan, needed_groups_per_s)
         found = activate(candidates, demand, limits, refused=refused, time_limit_s=config.activation.time_limit_s)
         if found.selection is None:
             break
-        own_groups_per_s = _needed_groups_per_s(plan, mean_latency_s(found.selection))
+        own_groups_per_s = needed_at(mean_latency_s(found.selection))
         if own_groups_per_s <= needed_groups_per_s * (1 + SAME_THROUGHPUT):
             break
         needed_groups_per_s = own_groups_per_s
     return found
 
 
-def _needed_groups_per_s(plan: Plan, latency_s: float) -> float:
-    """What the provisioning rule asks for of machines with such an L, slot by slot: they are not the workers of the plan."""
-    latency, κ = plan.terms.latency.scaled_to(latency_s), plan.workload.publish_interval
-    return provision(plan.workload, plan.links, plan.target_utilisation, latency=latency, publish_intervals=[κ]).groups_per_s
+@lru_cache(maxsize=256)
+def _needed_groups_per_s(workload: Workload, links: Links, target_utilisation: float, latency: Latency) -> float:
+    """What the provisioning rule asks for slot by slot, since machines to be rented are not the workers of the plan."""
+    κ = workload.publish_interval
+    return provision(workload, links, target_utilisation, latency=latency, publish_intervals=[κ]).groups_per_s
 
 
 def job_of(config: Config, plan: Plan, measured: Measured) -> Job:
