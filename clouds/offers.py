@@ -107,9 +107,7 @@ def _appraise_one(offer: Offer, job: Job, settings: ActivationSection, history: 
     rate, latency_s = history.throughput(offer), job.group_latency_s
     if rate is None:
         if not offer.gpu:
-            return Refusal(
-                offer, "unknown GPU", f"{offer.accelerator} is not on file in echo2/capacity/gpus.toml, nor measured"
-            )
+            return Refusal(offer, "unknown GPU", f"{offer.accelerator} is not in echo2/capacity/gpus.toml and was not measured")
         try:
             rate, latency_s = job.estimate(offer.gpu, gpus)
         except UserError as refusal:

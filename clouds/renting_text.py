@@ -66,7 +66,10 @@ def _figure_rows(renting: Renting, selection: Selection) -> Iterator[tuple[str, 
     why = f"for {target} utilisation, and {percent(demand.margin)} more"
     yield "needed throughput", quantity(demand.needed_groups_per_s, "groups/s"), why
     if simulated is not None:
-        verdict = f"by simulation of these machines, preemptions included; target {target}"
+        missed = simulated.utilisation < plan.target_utilisation * (1 - 1e-6)
+        verdict = (
+            f"by simulation of these machines, preemptions included; target {target} is {'missed' if missed else 'reached'}"
+        )
         yield "learner utilisation U", percent(simulated.utilisation), verdict
         per_step = selection.usd_per_hour * simulated.step_time_s / 3600
         yield "rent and traffic", f"{number(per_step)} USD per step", f"{number(selection.usd_per_hour)} USD/h"

@@ -59,7 +59,13 @@ def markets(draw: st.DrawFn, most: int = 4) -> tuple[list[Candidate], float, Lim
     return found, draw(st.sampled_from([0.5, 1.0, 2.0, 3.5, 5.0])), limits
 
 
-QUOTAS = (Quota("a", 2), Quota("a", 0, spot=True), Quota("b", 3), Quota("c", 1, "west", "G"), Quota("a", 4, "north", spot=False))
+QUOTAS = (
+    Quota("a", 2),
+    Quota("a", 0, spot=True),
+    Quota("b", 3),
+    Quota("c", 1, "west", "G"),
+    Quota("a", 4, "north", spot=False),
+)
 
 
 def all_selections(candidates: Sequence[Candidate], limits: Limits, most: int) -> Iterator[Selection]:

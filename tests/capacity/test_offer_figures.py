@@ -6,7 +6,6 @@ import doctest
 import math
 import random
 from dataclasses import replace
-from statistics import fmean
 
 import pytest
 from market import candidate

@@ -108,6 +108,13 @@ def test_what_runs_is_kept_unless_another_offer_saves_more_than_its_start_costs(
     assert grown.start_usd == pytest.approx(2 / 3)
 
 
+def test_an_offer_outside_a_quota_stays_beside_a_cheaper_one_under_it() -> None:
+    under, outside = candidate(1.0, 1.0, PLACES[0], kind="under"), candidate(1.0, 1.5, PLACES[3], kind="outside")
+    assert select([under, outside], 3.0, Limits(quotas=(Quota("a", 2),))).counts == (2, 1)
+    large = candidate(1.0, 0.9, PLACES[0], gpus=2, kind="large")
+    assert select([under, large], 3.0, Limits(quotas=(Quota("a", 4),))).counts == (2, 1), "it takes two accelerators each"
+
+
 def test_a_quota_covers_what_it_names_and_nothing_else() -> None:
     offer = Offer("a", 1.0, "north", "n1", "m", "H100", 8, spot=True)
     covering = [Quota("a", 1), Quota("a", 1, "north"), Quota("a", 1, "", "H100"), Quota("a", 1, "north", "H100", True)]
