@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from the models in echo2/config_{sections,tasks}.py: `python docs/make_configuration.py`."""
+"""Writes docs/configuration.md from the models in echo2/config_*.py: `python docs/make_configuration.py`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,20 @@ from echo2.config import Config
 from echo2.run_directory import FIXED_SECTIONS
 
 TARGET = Path(__file__).with_name("configuration.md")
-KINDS = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false", "object": "table"}
+KINDS = {
+    "integer": "whole number",
+    "number": "number",
+    "string": "text",
+    "boolean": "true or false",
+    "object": "table",
+    "array": "tables",
+}
 LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 HEAD = f"""# Configuration
 
-This page is made from `echo2/config_sections.py` and `echo2/config_tasks.py` by `python docs/make_configuration.py`; edit the
-docstrings there.
+This page is made from `echo2/config_sections.py`, `echo2/config_tasks.py` and `echo2/config_activation.py` by
+`python docs/make_configuration.py`; edit the docstrings there.
 
 A run is made from TOML files, read left to right, and `section.key=value` overrides, which win over every file. Keys that
 are not on this page are refused. `echo2 train --dry-run` prints the resolved configuration, every key included.
@@ -44,23 +51,43 @@ def render() -> str:
     parts = [HEAD]
     for name, section in schema["properties"].items():
         references = section.get("oneOf", [section])
-        models = [schema["$defs"][reference["$ref"].rsplit("/", 1)[-1]] for reference in references]
+        models = [schema["$defs"][_referred(reference)] for reference in references]
         if len(models) > 1:
             parts.append(f"## [{name}]\n\nOne of {len(models)} kinds, chosen by `type`.\n")
         parts += [_section(name, model, nested=len(models) > 1) for model in models]
+        tables = [field for field in models[0]["properties"].items() if field[1].get("type") == "array"]
+        parts += [_table(f"[[{name}.{key}]]", schema["$defs"][_referred(field["items"])]) for key, field in tables]
     return "\n".join(parts)
+
+
+def _referred(reference: Mapping[str, Any]) -> str:
+    return reference["$ref"].rsplit("/", 1)[-1]
 
 
 def _section(name: str, model: Mapping[str, Any], nested: bool) -> str:
     title = f'### [{name}] type = "{model["properties"]["type"]["const"]}"' if nested else f"## [{name}]"
+    return _described(title, model)
+
+
+def _table(name: str, model: Mapping[str, Any]) -> str:
+    return _described(f"### {name}", model)
+
+
+def _described(title: str, model: Mapping[str, Any]) -> str:
     rows = "\n".join("| " + " | ".join(row) + " |" for row in _rows(model["properties"]))
     return f"{title}\n\n{model['description']}\n\n| key | value | default | meaning |\n|---|---|---|---|\n{rows}\n"
 
 
 def _rows(fields: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
     for name, field in fields.items():
-        default = f"`{_toml(field['default'])}`" if "default" in field else "to be given"
+        default = _default(field)
         yield f"`{name}`", _values(field), default, field["description"].replace("\n", " ").replace("|", "\\|")
+
+
+def _default(field: Mapping[str, Any]) -> str:
+    if "default" not in field:
+        return "to be given"
+    return "unset" if field["default"] is None else f"`{_toml(field['default'])}`"
 
 
 def _values(field: Mapping[str, Any]) -> str:
@@ -69,6 +96,8 @@ def _values(field: Mapping[str, Any]) -> str:
         return f"`{_toml(field['const'])}`"
     if "enum" in field:
         return " or ".join(f"`{_toml(value)}`" for value in field["enum"])
+    if "anyOf" in field:
+        return _values(next(kind for kind in field["anyOf"] if kind["type"] != "null"))
     if field.get("format") == "path":
         return "path"
     limits = [f"{sign} {field[limit]:.12g}" for limit, sign in LIMITS.items() if limit in field]

@@ -17,7 +17,7 @@ CloudName = Annotated[str, Field(min_length=1)]
 
 
 class QuotaSection(Section):
-    """A table [[activation.quotas]]: how many accelerators may be rented of those that it covers."""
+    """How many accelerators may be rented of those that it covers."""
 
     cloud: CloudName
     """Cloud that grants the quota, as the catalog names its folder, such as `aws`."""
@@ -32,7 +32,7 @@ class QuotaSection(Section):
 
 
 class PlaceSection(Section):
-    """A table [[activation.places]]: what is known of a cloud or region beside its catalog; the narrowest table counts."""
+    """What is known of a cloud or region beside its catalog; the narrowest table counts."""
 
     cloud: CloudName
     """Cloud, as the catalog names its folder."""

@@ -87,8 +87,8 @@ def test_what_runs_is_kept_let_go_or_said_to_run_beside():
     assert shown["kept"].split()[1] == "2" and H200 in shown["kept"]
     assert shown["let go"].split()[2] == "1" and "vast/France, FR, EU/1x-H200-32-65536" in shown["let go"]
     assert "local, which is no candidate" in text
-    started = sum(n for _, n in made.activation.selection.chosen) - 2
-    assert made.activation.selection.start_usd == pytest.approx(started * 1.45 * 300 / 3600)
+    prices = [c.offer.price_usd_per_hour * (n - c.running) for c, n in made.activation.selection.chosen]
+    assert made.activation.selection.start_usd == pytest.approx(sum(prices) * 300 / 3600)
 
 
 def test_a_measured_snapshot_decides_the_traffic():

@@ -178,7 +178,7 @@ def test_a_plan_from_a_run_chooses_machines_by_what_rented_ones_showed(known):
     done = echo2("plan", "--from-run", known.run.path, *settings, "--catalog", "examples/catalog/v8")
     assert (done.returncode, done.stderr) == (0, "")
     assert f"measured on 2 workers in {known.run.path}" in done.stdout
-    assert "measured on 2 starts" in done.stdout and "0 in 0.0 h" in done.stdout
+    assert "measured on 2 starts" in done.stdout and "0 in 0.1 h" in done.stdout
     kept, let_go = (next(line for line in done.stdout.splitlines() if line.startswith(word)) for word in ("kept", "let go"))
     assert offer in kept and offer in let_go and kept.split()[1] == let_go.split()[2] == "1"
 
