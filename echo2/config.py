@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import tomli_w
 from pydantic import ValidationError, model_validator
 
+from echo2.config_activation import ActivationSection
 from echo2.config_base import Section
 from echo2.config_learner import LearnerSection
 from echo2.config_sections import (
@@ -51,6 +52,7 @@ class Config(Section):
     fleet: FleetSection = FleetSection()
     dissemination: DisseminationSection = DisseminationSection()
     capacity: CapacitySection = CapacitySection()
+    activation: ActivationSection = ActivationSection()
     tracking: TrackingSection = TrackingSection()
     flow: FlowSection = FlowSection()
 

@@ -193,6 +193,21 @@ def test_a_run_that_broadcast_has_the_time_of_its_broadcasts_and_the_links_that_
     assert "0.2667 s" in row and "in proportion to 1.1 · T* of a broadcast of 100 MB to 4 workers: sum of uplinks binds" in row
 
 
+def test_a_plan_from_a_run_chooses_machines_by_what_rented_ones_showed(known):
+    offer = "nebius/eu-north1/gpu-h100-sxm_1gpu-16vcpu-200gb/spot"
+    for name in ("a", "b"):
+        known.database.execute("INSERT INTO paid_intervals VALUES (?, ?, 1.25, 940.0, NULL)", (name, offer))
+    for _ in range(20):
+        known.step(known.workers)
+    settings = ("model.path=examples/Qwen3-8B", "model.dtype=bfloat16", "activation.completion_tokens=2000")
+    done = echo2("plan", "--from-run", known.run.path, *settings, "--catalog", "examples/catalog/v8")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"measured on 2 workers in {known.run.path}" in done.stdout
+    assert "measured on 2 starts" in done.stdout and "0 in 0.1 h" in done.stdout
+    kept, let_go = (next(line for line in done.stdout.splitlines() if line.startswith(word)) for word in ("kept", "let go"))
+    assert offer in kept and offer in let_go and kept.split()[1] == let_go.split()[2] == "1"
+
+
 def test_a_plan_from_a_run_can_be_drawn(known, tmp_path):
     for _ in range(4):
         known.step(known.workers)
