@@ -33,6 +33,8 @@ FIRST_DETACH_S = 1.0
 LONGEST_DETACH_S = 16.0
 RELAPSE_S = 5.0
 HEARD_BYTES = 4 * 1024
+MIN_ROUND_TRIP_AT = 148
+"""Where the kernel's `tcp_info` has the shortest round trip, in microseconds."""
 WRITE_BUDGET_BYTES = 1024 * 1024
 READ_BUDGET_BYTES = 512 * 1024
 """What one connection may take before the others have their turn."""
@@ -139,6 +141,14 @@ class Link:
         frames = [*(frame for _, frame in self._unacknowledged), *current, *self._data]
         oldest_s = next((frame.queued_s for frame in frames if frame.done is not None), None)
         return time.monotonic() - oldest_s if oldest_s is not None else 0.0
+
+    @property
+    def round_trip_s(self) -> float:
+        """The shortest round trip seen on this connection; 0 once it is closed."""
+        if self._closed:
+            return 0.0
+        told = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, MIN_ROUND_TRIP_AT + 4)
+        return float(struct.unpack_from("I", told, MIN_ROUND_TRIP_AT)[0]) / 1e6
 
     def send(
         self,
