@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import mmap
 import subprocess
 import sys
 import time
@@ -18,6 +17,8 @@ from echo2.dissemination.broadcast.plan import Origin, Receiver, fluid_bound_s
 
 REPOSITORY = Path(__file__).parent.parent
 MBIT = 1e6 / 8
+ROOMS_HELD = 3
+"""Payloads that a worker has memory for: two that are whole and one on its way. Then the memory of the oldest is used again."""
 
 
 class Loopback:
@@ -106,7 +107,9 @@ class Fleet:
     def broadcast(self, total_bytes: int, meanwhile: Callable[[], set[int]] = set) -> Outcome:
         """One snapshot to all; `meanwhile` is called when it has begun and returns the workers that it killed."""
         self._version += 1
-        back_memory(2 * total_bytes * (len(self.workers) + 1))
+        if self._version <= ROOMS_HELD:
+            for number in self._nodes.keys() - {0}:
+                self._ask(number, room=total_bytes)
         self._ask(0, version=self._version, bytes=total_bytes, chunk_bytes=self.chunk_bytes)
         busy_s, began_s = _machine_busy_s(), time.monotonic()
         self._tell(0, go=True)
@@ -176,18 +179,6 @@ class Fleet:
             raise RuntimeError(f"host {host} of the benchmark died: its error is above")
         heard: dict[str, Any] = json.loads(line)
         return heard
-
-
-def back_memory(count: int) -> None:
-    """Have this much free memory at hand.
-
-    The host of a virtual machine takes back what has been free for some seconds; to get it again takes a processor 2 s per GB,
-    which would tell of that host, not of a broadcast.
-    """
-    with mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-        memory.madvise(mmap.MADV_HUGEPAGE)
-        for page in range(0, count, mmap.PAGESIZE):
-            memory[page] = 1
 
 
 def _machine_busy_s() -> float:

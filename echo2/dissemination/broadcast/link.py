@@ -78,6 +78,26 @@ class Buffers:
             self._free.append(buffer)
 
 
+class Acknowledgements:
+    """Looks now and then for what other ends acknowledged, on all of a thread's links at once: a timer for each would cost more
+    than to send."""
+
+    def __init__(self) -> None:
+        self._waiting: set[Link] = set()
+
+    def expect(self, link: Link) -> None:
+        """Call `link.settle` until nothing is unacknowledged there; from the thread of the links."""
+        if not self._waiting:
+            asyncio.get_running_loop().call_later(SETTLE_S, self._look)
+        self._waiting.add(link)
+
+    def _look(self) -> None:
+        waiting, self._waiting = self._waiting, set()
+        for link in waiting:
+            if link.settle():
+                self.expect(link)
+
+
 class Link:
     """One proved connection in an event loop; every method and callback runs in the loop's thread."""
 
@@ -87,6 +107,7 @@ class Link:
         peer: int,
         *,
         buffers: Buffers,
+        acknowledgements: Acknowledgements,
         on_frame: Callable[[Link, Frame], bool],
         on_closed: Callable[[Link], None],
         grant: Callable[[int], int] | None = None,
@@ -101,11 +122,11 @@ class Link:
         self.sent_bytes = 0
         self.received_bytes = 0
         self._socket = connection
-        self._buffers, self._on_frame, self._on_closed, self._grant = buffers, on_frame, on_closed, grant
+        self._buffers, self._acknowledgements = buffers, acknowledgements
+        self._on_frame, self._on_closed, self._grant = on_frame, on_closed, grant
         self._loop = asyncio.get_running_loop()
         self._on_written = on_written
         self._unacknowledged: deque[tuple[int, Outgoing]] = deque()
-        self._settling = False
         self._control: deque[Outgoing] = deque()
         self._data: deque[Outgoing] = deque()
         self._current: Outgoing | None = None
@@ -207,6 +228,16 @@ class Link:
         if not self._closed and not self._waiting:
             self._writable()
 
+    def settle(self) -> bool:
+        """Tell of the frames that the other end has acknowledged; whether there are others."""
+        if self._closed:
+            return False
+        unacknowledged_bytes = struct.unpack("i", fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(4)))[0]
+        acknowledged = self.sent_bytes - unacknowledged_bytes
+        while self._unacknowledged and self._unacknowledged[0][0] <= acknowledged:
+            self._unacknowledged.popleft()[1].finish(True)
+        return bool(self._unacknowledged)
+
     def close(self) -> None:
         if self._closed:
             return
@@ -270,27 +301,10 @@ class Link:
         was_data, self._current, self._current_is_data = self._current_is_data, None, False
         if outgoing.done is not None:
             self._unacknowledged.append((self.sent_bytes, outgoing))
-            self._settle_later()
+            self._acknowledgements.expect(self)
         if was_data:
             self._on_written()
         return True
-
-    def _settle_later(self) -> None:
-        if not self._settling:
-            self._settling = True
-            self._loop.call_later(SETTLE_S, self._settle)
-
-    def _settle(self) -> None:
-        """Tell of the frames that the other end has acknowledged."""
-        self._settling = False
-        if self._closed:
-            return
-        unacknowledged_bytes = struct.unpack("i", fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(4)))[0]
-        acknowledged = self.sent_bytes - unacknowledged_bytes
-        while self._unacknowledged and self._unacknowledged[0][0] <= acknowledged:
-            self._unacknowledged.popleft()[1].finish(True)
-        if self._unacknowledged:
-            self._settle_later()
 
     def _wait_writable(self, wait: bool) -> None:
         if wait == self._waiting or self._closed:

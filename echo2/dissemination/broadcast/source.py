@@ -21,7 +21,7 @@ from typing import Any
 
 from echo2.dissemination.broadcast.cipher import fresh_salt
 from echo2.dissemination.broadcast.dealing import Dealing, Uplink, Worker
-from echo2.dissemination.broadcast.link import Buffers, Link
+from echo2.dissemination.broadcast.link import Acknowledgements, Buffers, Link
 from echo2.dissemination.broadcast.peer import TICK_S, LoopThread, Member
 from echo2.dissemination.broadcast.reception import SOURCE
 from echo2.dissemination.broadcast.record import BroadcastEvent, BroadcastRecord
@@ -119,7 +119,7 @@ class Source(LoopThread):
         self._uplink = Uplink(uplink_bytes_per_s or FIRST_UPLINK_BYTES_PER_S, known=bool(uplink_bytes_per_s))
         self._workers: dict[int, Worker] = {}
         self._numbers: dict[str, int] = {}
-        self._buffers = Buffers()
+        self._buffers, self._acknowledgements = Buffers(), Acknowledgements()
         self._dealings: dict[int, tuple[Dealing, Broadcast, int]] = {}
         self._next: tuple[Broadcast, memoryview] | None = None
         self._last_number = 0
@@ -270,6 +270,7 @@ class Source(LoopThread):
             connection,
             member.number,
             buffers=self._buffers,
+            acknowledgements=self._acknowledgements,
             on_frame=self._frame,
             on_closed=self._lost,
             grant=self._grant if self._pacer else None,
