@@ -24,7 +24,7 @@ LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiv
 
 HEAD = f"""# Configuration
 
-This page is made from the sections in `echo2/config_*.py` by
+This page is made from the sections in `echo2/config_sections.py` and the modules beside it by
 `python docs/make_configuration.py`; edit the docstrings there.
 
 A run is made from TOML files, read left to right, and `section.key=value` overrides, which win over every file. Keys that

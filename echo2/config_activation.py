@@ -49,7 +49,7 @@ class PlaceSection(Section):
 
 
 class ActivationSection(Section):
-    """Which offers `echo2 plan` chooses from, and what the choice must keep to; see `docs/activation.md` for the formulas."""
+    """Which offers `echo2 plan` chooses from, and what the choice must keep to."""
 
     catalog: str = ""
     """Folder of a SkyPilot catalog, with `CLOUD/vms.csv` for each cloud, such as `~/.sky/catalogs/v8`; empty for none."""

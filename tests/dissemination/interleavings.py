@@ -99,7 +99,7 @@ class Hub:
 
     def _serve(self) -> None:
         config = load_config([], SETTINGS)
-        self._broadcaster = Broadcaster(config, RUN_ID, TOKEN, self._store, self._port, self.events.append)
+        self._broadcaster = Broadcaster(config, RUN_ID, TOKEN, self._store, None, self._port, self.events.append)
         self._port = self._broadcaster.port
 
 

@@ -34,6 +34,8 @@ FIRST_DETACH_S = 1.0
 LONGEST_DETACH_S = 16.0
 RELAPSE_S = 5.0
 HEARD_BYTES = 4 * 1024
+MIN_ROUND_TRIP_AT = 148
+"""Where the kernel's `tcp_info` has the shortest round trip, in microseconds."""
 WRITE_BUDGET_BYTES = 1024 * 1024
 READ_BUDGET_BYTES = 512 * 1024
 """What one connection may take before the others have their turn."""
@@ -77,6 +79,26 @@ class Buffers:
             self._free.append(buffer)
 
 
+class Acknowledgements:
+    """Looks now and then for what other ends acknowledged, on all of a thread's links at once: a timer for each would cost more
+    than to send."""
+
+    def __init__(self) -> None:
+        self._waiting: set[Link] = set()
+
+    def expect(self, link: Link) -> None:
+        """Call `link.settle` until nothing is unacknowledged there; from the thread of the links."""
+        if not self._waiting:
+            asyncio.get_running_loop().call_later(SETTLE_S, self._look)
+        self._waiting.add(link)
+
+    def _look(self) -> None:
+        waiting, self._waiting = self._waiting, set()
+        for link in waiting:
+            if link.settle():
+                self.expect(link)
+
+
 class Link:
     """One proved connection in an event loop; every method and callback runs in the loop's thread."""
 
@@ -86,6 +108,7 @@ class Link:
         peer: int,
         *,
         buffers: Buffers,
+        acknowledgements: Acknowledgements,
         on_frame: Callable[[Link, Frame], bool],
         on_closed: Callable[[Link], None],
         allowance: Allowance | None = None,
@@ -100,11 +123,11 @@ class Link:
         self.sent_bytes = 0
         self.received_bytes = 0
         self._socket = connection
-        self._buffers, self._on_frame, self._on_closed, self._allowance = buffers, on_frame, on_closed, allowance
+        self._buffers, self._acknowledgements = buffers, acknowledgements
+        self._on_frame, self._on_closed, self._allowance = on_frame, on_closed, allowance
         self._loop = asyncio.get_running_loop()
         self._on_written = on_written
         self._unacknowledged: deque[tuple[int, Outgoing]] = deque()
-        self._settling = False
         self._control: deque[Outgoing] = deque()
         self._data: deque[Outgoing] = deque()
         self._current: Outgoing | None = None
@@ -142,6 +165,14 @@ class Link:
         frames = [*(frame for _, frame in self._unacknowledged), *current, *self._data]
         oldest_s = next((frame.queued_s for frame in frames if frame.done is not None), None)
         return time.monotonic() - oldest_s if oldest_s is not None else 0.0
+
+    @property
+    def round_trip_s(self) -> float:
+        """The shortest round trip seen on this connection; 0 once it is closed."""
+        if self._closed:
+            return 0.0
+        told = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, MIN_ROUND_TRIP_AT + 4)
+        return float(struct.unpack_from("I", told, MIN_ROUND_TRIP_AT)[0]) / 1e6
 
     def send(
         self,
@@ -200,6 +231,16 @@ class Link:
         """Go on sending after a refusal."""
         if not self._closed and not self._waiting:
             self._writable()
+
+    def settle(self) -> bool:
+        """Tell of the frames that the other end has acknowledged; whether there are others."""
+        if self._closed:
+            return False
+        unacknowledged_bytes = struct.unpack("i", fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(4)))[0]
+        acknowledged = self.sent_bytes - unacknowledged_bytes
+        while self._unacknowledged and self._unacknowledged[0][0] <= acknowledged:
+            self._unacknowledged.popleft()[1].finish(True)
+        return bool(self._unacknowledged)
 
     def close(self) -> None:
         if self._closed:
@@ -268,27 +309,10 @@ class Link:
         was_data, self._current, self._current_is_data = self._current_is_data, None, False
         if outgoing.done is not None:
             self._unacknowledged.append((self.sent_bytes, outgoing))
-            self._settle_later()
+            self._acknowledgements.expect(self)
         if was_data:
             self._on_written()
         return True
-
-    def _settle_later(self) -> None:
-        if not self._settling:
-            self._settling = True
-            self._loop.call_later(SETTLE_S, self._settle)
-
-    def _settle(self) -> None:
-        """Tell of the frames that the other end has acknowledged."""
-        self._settling = False
-        if self._closed:
-            return
-        unacknowledged_bytes = struct.unpack("i", fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(4)))[0]
-        acknowledged = self.sent_bytes - unacknowledged_bytes
-        while self._unacknowledged and self._unacknowledged[0][0] <= acknowledged:
-            self._unacknowledged.popleft()[1].finish(True)
-        if self._unacknowledged:
-            self._settle_later()
 
     def _wait_writable(self, wait: bool) -> None:
         if wait == self._waiting or self._closed:

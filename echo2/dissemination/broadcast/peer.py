@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from echo2.dissemination.broadcast.exchange import Delivery, Exchange, Outlook
-from echo2.dissemination.broadcast.link import Buffers, Link
+from echo2.dissemination.broadcast.link import Acknowledgements, Buffers, Link
 from echo2.dissemination.broadcast.reception import SOURCE
 from echo2.dissemination.broadcast.wire import Frame, Kind, WireError, accept, connection_key, dial, worker_number
 from echo2.dissemination.manifest import Manifest
@@ -151,7 +151,7 @@ class Peer(LoopThread):
         self._source_lost = asyncio.Event()
         self._dialling: set[int] = set()
         self._distrusted: dict[int, float] = {}
-        self._buffers = Buffers()
+        self._buffers, self._acknowledgements = Buffers(), Acknowledgements()
         self._exchange = Exchange(run_id, token, self._links, self._buffers, self._deliver, self._distrust)
         self._changed = threading.Condition()
         self._deliveries: deque[Delivery] = deque(maxlen=KEPT_DELIVERIES)
@@ -336,7 +336,14 @@ class Peer(LoopThread):
         on_frame: Callable[[Link, Frame], bool],
         on_closed: Callable[[Link], None],
     ) -> Link:
-        return Link(connection, number, buffers=self._buffers, on_frame=on_frame, on_closed=on_closed)
+        return Link(
+            connection,
+            number,
+            buffers=self._buffers,
+            acknowledgements=self._acknowledgements,
+            on_frame=on_frame,
+            on_closed=on_closed,
+        )
 
     def _lost_peer(self, link: Link) -> None:
         if self._links.get(link.peer) is link:

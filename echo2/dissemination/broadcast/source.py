@@ -21,7 +21,7 @@ from typing import Any
 
 from echo2.dissemination.broadcast.cipher import fresh_salt
 from echo2.dissemination.broadcast.dealing import Dealing, Uplink, Worker
-from echo2.dissemination.broadcast.link import Buffers, Link
+from echo2.dissemination.broadcast.link import Acknowledgements, Buffers, Link
 from echo2.dissemination.broadcast.peer import TICK_S, LoopThread, Member
 from echo2.dissemination.broadcast.reception import SOURCE
 from echo2.dissemination.broadcast.record import BroadcastEvent, BroadcastRecord
@@ -96,7 +96,7 @@ class Source(LoopThread):
         self._uplink = Uplink(pacer.bytes_per_s if pacer else FIRST_UPLINK_BYTES_PER_S, known=pacer is not None)
         self._workers: dict[int, Worker] = {}
         self._names: dict[int, str] = {}
-        self._buffers = Buffers()
+        self._buffers, self._acknowledgements = Buffers(), Acknowledgements()
         self._dealings: dict[int, tuple[Dealing, Broadcast, int]] = {}
         self._next: tuple[Broadcast, memoryview] | None = None
         self._last_number = 0
@@ -251,6 +251,7 @@ class Source(LoopThread):
             connection,
             member.number,
             buffers=self._buffers,
+            acknowledgements=self._acknowledgements,
             on_frame=self._frame,
             on_closed=self._lost,
             allowance=self._allowance,
