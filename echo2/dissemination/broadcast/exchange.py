@@ -31,8 +31,9 @@ ANSWERS_WAITING = 64
 """Chunks that may wait on one connection for somebody who asked."""
 EARLY_CHUNKS = 64
 """Chunks that may wait for their announcement, which comes another way."""
-OVER_S = 1.0
-"""What workers had still to forward of a broadcast when the source withdrew it is with the others within this time."""
+OVER_S = 30.0
+"""What honest workers had still to forward of a broadcast when the source withdrew it is with the others within this time, even
+if one of them stalls meanwhile."""
 KEPT_WITHDRAWALS = 64
 STALE_CHUNKS = 8
 """Chunks of broadcasts that are over, until their sender is named."""
