@@ -69,18 +69,6 @@ class _Sequence:
         return len(self.prompt_token_ids) + len(self.rollout.token_ids) - 1
 
 
-def micro_batches(
-    batch: Batch,
-    token_limit: int,
-    device: torch.device,
-    objective: Objective = DEFAULT_OBJECTIVE,
-    *,
-    packed: bool = False,
-) -> list[MicroBatch]:
-    """All of a batch, as `rank_share` gives it to a single rank."""
-    return rank_share(batch, token_limit, device, objective, packed=packed).parts
-
-
 def rank_share(
     batch: Batch,
     token_limit: int,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from learning_batches import group, random_batch, rollout
 
-from echo2.learning.batch import micro_batches, rank_share
+from echo2.learning.batch import rank_share
 from echo2.protocol import Batch
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ def test_every_token_counts_on_one_rank_with_its_own_advantage(batch, ranks, pac
         return sorted(token for row in rows for token in zip(*row, strict=True))
 
     dealt = shares(batch, ranks, packed=packed)
-    whole = micro_batches(batch, 10_000, CPU)
+    whole = rank_share(batch, 10_000, CPU).parts
     assert tokens(part for share in dealt for part in share.parts) == tokens(whole)
     assert {(share.tokens, share.sequences) for share in dealt} == {(len(tokens(whole)), 24)}
 
