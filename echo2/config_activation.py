@@ -81,7 +81,5 @@ class ActivationSection(Section):
     """Mean length of a prompt, for the roofline."""
     completion_tokens: Annotated[int, Field(ge=0)] = 0
     """Mean length of a completion, for the roofline; 0 takes `sampling.max_completion_tokens`."""
-    delta_share: Share = 0.05
-    """Share of the weights' bytes that a delta takes, for the traffic, until a run has measured it."""
     time_limit_s: PositiveFloat = 10.0
     """Longest search for the cheapest plan; then the best one found is taken, and how far it may be off is said."""

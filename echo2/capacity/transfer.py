@@ -98,7 +98,7 @@ def transfer_of(config: Config, seen: SeenLinks = UNSEEN) -> Transfer | None:
     if not full_bytes or not source_bytes_per_s or (dissemination.peers and worker_bytes_per_s is None):
         return None
     delta_bytes = seen.delta_bytes
-    if delta_bytes is None and _deltas_pay(config):
+    if delta_bytes is None and deltas_pay(config):
         delta_bytes = given.delta_share * full_bytes
     return Transfer(
         full_bytes=full_bytes,
@@ -116,8 +116,8 @@ def _full_bytes(config: Config) -> float:
     return config.capacity.snapshot_bytes or (config.learner.simulated_snapshot_bytes if simulated else 0)
 
 
-def _deltas_pay(config: Config) -> bool:
-    """In float32 most weights change with every step, and a simulated learner changes all of them."""
+def deltas_pay(config: Config) -> bool:
+    """Whether deltas are smaller: in float32 most weights change with every step, and a simulated learner changes all."""
     return config.learner.engine != "simulated" and config.model.dtype == "bfloat16"
 
 
