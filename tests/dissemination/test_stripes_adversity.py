@@ -51,13 +51,11 @@ def test_a_receiver_that_lags_holds_up_nobody_and_catches_up():
         slow = run.add("slow")
         run.wait_connected()
         take = slow._exchange._chunk
-        slow._exchange._chunk = lambda link, frame: (time.sleep(0.02), take(link, frame))[1]
+        slow._exchange._chunk = lambda link, frame: (time.sleep(0.04), take(link, frame))[1]
         broadcast = run.source.broadcast(manifest, payload)
-        begun_s = time.monotonic()
         assert all(bytes(peer.wait(10).payload) == payload for peer in run.peers[:3])
-        others_s = time.monotonic() - begun_s
-        assert bytes(slow.wait(20).payload) == payload
-        assert others_s < 0.6 * (time.monotonic() - begun_s)
+        assert slow.delivered(manifest) is None, "it takes 40 ms for each of 184 chunks"
+        assert bytes(slow.wait(30).payload) == payload
         broadcast.wait(5)
 
 
