@@ -64,6 +64,7 @@ def test_what_everybody_has_is_not_sent_again_and_a_newcomer_gets_it_from_the_ot
         run.source.broadcast(manifest, payload).wait(10)
         with restarted(run, manifest, payload) as broadcast:
             record = broadcast.wait(10)
+            assert all(bytes(peer.wait(1).payload) == payload for peer in run.peers)
             assert record.sent_bytes < len(payload) / 10
             late = run.add("late")
             assert bytes(late.wait(10).payload) == payload

@@ -192,8 +192,7 @@ class Exchange:
             self._forget()
         reception = self._receptions.get(frame.broadcast)
         if reception is not None and reception.complete:
-            self._handed_over = max(self._handed_over, frame.broadcast)
-            self._tell_done(frame.broadcast, reception)
+            self._hand_over(frame.broadcast, reception)
         elif reception is not None:
             self._tell_progress(frame.broadcast, reception)
         early, self._early = self._early, []
