@@ -39,6 +39,7 @@ class Broadcaster:
         """
         self._store = store
         self._broadcasts: dict[int, Broadcast] = {}
+        self._latest: Broadcast | None = None
 
         def source(port: int) -> Source:
             return Source(run_id, token, host=config.hub.host, port=port, pacer=pacer, on_event=on_event)
@@ -59,9 +60,14 @@ class Broadcaster:
         return self._source.address[1]
 
     def announce(self, version: int) -> None:
-        """Bring the snapshot of `version` to every connected worker; raises SnapshotError if the store does not hold it."""
+        """Bring the snapshot of `version` to every connected worker, once however often it is asked for.
+
+        Raises SnapshotError if the store does not hold it.
+        """
         manifest, file = self._store.smallest(version)
-        self._broadcasts[version] = self._source.broadcast(manifest, _mapped(file))
+        if self._latest is not None and self._latest.manifest.signature == manifest.signature:
+            return
+        self._broadcasts[version] = self._latest = self._source.broadcast(manifest, _mapped(file))
         for old in sorted(self._broadcasts)[:-KEPT_RECORDS]:
             del self._broadcasts[old]
 

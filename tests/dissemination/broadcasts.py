@@ -44,6 +44,19 @@ def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
         time.sleep(0.005)
 
 
+def spoil(peer: Peer, change: Callable[..., None]) -> None:
+    """Let a worker forward something else: `change(honest, broadcast, chunk, body, targets)` is called in its place."""
+    relay = peer._exchange.relay
+    honest = relay.forward
+    relay.forward = lambda *arguments: change(honest, *arguments)
+
+
+def flip_a_bit(honest: Callable[..., None], broadcast: int, chunk: int, body: memoryview, targets: object) -> None:
+    wrong = bytearray(body)
+    wrong[len(wrong) // 2] ^= 1
+    honest(broadcast, chunk, memoryview(wrong), targets)
+
+
 @dataclass
 class Fleet:
     source: Source

@@ -6,7 +6,7 @@ import signal
 import time
 
 import pytest
-from broadcasts import CHUNK_BYTES, MB, RUN_ID, TOKEN, fleet, snapshot, until
+from broadcasts import CHUNK_BYTES, MB, RUN_ID, TOKEN, fleet, flip_a_bit, snapshot, spoil, until
 
 from echo2.dissemination.broadcast.peer import Peer
 from echo2.dissemination.broadcast.relay import Credit
@@ -39,7 +39,8 @@ def test_a_relay_that_stalls_is_passed_over_within_two_seconds_and_finishes_when
         time.sleep(0.5)
         sleeper.send_signal(signal.SIGSTOP)
         assert all(bytes(peer.wait(3.5).payload) == payload for peer in run.peers)
-        assert "stalled" in run.kinds("sleeper")
+        stalls = [event for event in run.source.events if event.kind == "stalled"]
+        assert {(event.culprit, event.reporter) for event in stalls} == {("sleeper", "source")}, "nobody asks it for anything"
         sleeper.send_signal(signal.SIGCONT)
         broadcast.wait(10)
         assert sleeper.stdout.readline().split() == ["1", hashlib.sha256(payload).hexdigest()]
@@ -57,19 +58,6 @@ def test_a_receiver_that_lags_holds_up_nobody_and_catches_up():
         assert slow.delivered(manifest) is None, "it takes 40 ms for each of 184 chunks"
         assert bytes(slow.wait(30).payload) == payload
         broadcast.wait(5)
-
-
-def spoil(peer, change):
-    """Let a worker forward something else: `change(relay, broadcast, chunk, body, targets)` is called in its place."""
-    relay = peer._exchange.relay
-    honest = relay.forward
-    relay.forward = lambda *arguments: change(honest, *arguments)
-
-
-def flip_a_bit(honest, broadcast, chunk, body, targets):
-    wrong = bytearray(body)
-    wrong[len(wrong) // 2] ^= 1
-    honest(broadcast, chunk, memoryview(wrong), targets)
 
 
 def test_a_relay_that_flips_a_bit_is_named_and_costs_nobody_a_chunk():

@@ -7,13 +7,12 @@ nothing for `STALL_S` is passed over; whoever is passed over costs time, never a
 from __future__ import annotations
 
 import json
-import math
 import struct
 import time
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 
@@ -21,6 +20,7 @@ from echo2.dissemination.broadcast.cipher import ChunkCipher
 from echo2.dissemination.broadcast.link import Link
 from echo2.dissemination.broadcast.peer import Member
 from echo2.dissemination.broadcast.plan import HORIZON_S, Deal, Dealer, Origin, Receiver, fluid_bound_s
+from echo2.dissemination.broadcast.progress import Progress
 from echo2.dissemination.broadcast.reception import SOURCE, bits_of, chunks_of
 from echo2.dissemination.broadcast.record import Arrival, BroadcastEvent, BroadcastRecord
 from echo2.dissemination.broadcast.relay import laggards
@@ -66,21 +66,6 @@ class Uplink:
     """Whether that is a cap or was seen; else it is a first guess."""
 
 
-@dataclass(slots=True)
-class _Progress:
-    have: int = 0
-    known: bool = True
-    """Whether it has told what it had when it joined."""
-    told: int = 0
-    """Chunks that this worker was told to ask for."""
-    heard_s: dict[int, float] = field(default_factory=dict)
-    """When a chunk of each owner last arrived here."""
-    quiet_since_s: float = 0.0
-    """When it last returned a credit, or got a backlog."""
-    reported_s: float = -math.inf
-    """When it last told what it has."""
-
-
 class Dealing:
     """One broadcast under way; lives in the thread of the links."""
 
@@ -106,7 +91,7 @@ class Dealing:
         self._dealer = Dealer(
             manifest.chunk_count, manifest.chunk_bytes, len(workers), uplink.bytes_per_s, LATENCY_S, HORIZON_S + LATENCY_S
         )
-        self._progress: dict[int, _Progress] = {}
+        self._progress: dict[int, Progress] = {}
         self._dealt_s: list[float] = []
         self._owned: dict[int, int] = {}
         self._credited = 0
@@ -143,7 +128,7 @@ class Dealing:
 
     def _join(self, worker: Worker, known: bool) -> None:
         number = worker.member.number
-        self._progress[number] = _Progress(known=known)
+        self._progress[number] = Progress(known=known)
         self._dealer.receivers = len(self._workers)
         worker.link.send(Kind.ANNOUNCE, self.number, body=self._announcement)
         dealt = (1 << self._dealer.dealt) - 1
@@ -212,7 +197,7 @@ class Dealing:
             if fresh & bits:
                 progress.heard_s[owner] = time.monotonic()
 
-    def _learn(self, progress: _Progress, bits: int) -> None:
+    def _learn(self, progress: Progress, bits: int) -> None:
         """A worker has these; what it has before it was dealt need not be sent to it."""
         first = not progress.known
         progress.known = True
@@ -371,7 +356,7 @@ class Dealing:
 
     def _check_silence(self, number: int, before_s: float) -> None:
         """Tell a worker what it said to have not got that was dealt before this time; if it hears all others, the owner that
-        says to have sent it is to blame."""
+        says to have sent it is to blame, and nobody waits for anything that it was to forward."""
         progress = self._progress[number]
         due = (1 << bisect_right(self._dealt_s, before_s)) - 1
         due &= ~progress.have & ~progress.told
@@ -385,6 +370,7 @@ class Dealing:
             claimed = (bits & self._credited).bit_count()
             if claimed >= WITHHELD_CHUNKS and 2 * len(silent) < len(self._owned):
                 self._dealer.remove_owner(owner)
+                self._miss_everybody(self._owned[owner], owner)
                 detail = f"{claimed} chunks that it says to have forwarded did not come"
                 self._event("withheld", owner, self._workers[number].member.name, detail)
 

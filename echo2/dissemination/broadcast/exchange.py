@@ -184,16 +184,13 @@ class Exchange:
         fields = json.loads(bytes(frame.body))
         manifest = parse_manifest(json.dumps(fields["manifest"]))
         verify(manifest, signing_key(self._token), self._run_id)
+        if frame.broadcast not in self._receptions:
+            self._begin(frame.broadcast, manifest, ChunkCipher(manifest, self._token, bytes.fromhex(fields["salt"])))
         if self._latest is None or frame.broadcast > self._latest[0]:
             self._latest = frame.broadcast, manifest
-        if frame.broadcast not in self._receptions:
-            cipher = ChunkCipher(manifest, self._token, bytes.fromhex(fields["salt"]))
-            self._receptions[frame.broadcast] = self._reception(manifest, cipher)
-            self._forget()
         reception = self._receptions.get(frame.broadcast)
         if reception is not None and reception.complete:
-            self._handed_over = max(self._handed_over, frame.broadcast)
-            self._tell_done(frame.broadcast, reception)
+            self._hand_over(frame.broadcast, reception)
         elif reception is not None:
             self._tell_progress(frame.broadcast, reception)
         early, self._early = self._early, []
@@ -201,13 +198,16 @@ class Exchange:
             if not link.closed and not self._chunk(link, waiting):
                 self._buffers.give(waiting.body)
 
-    def _reception(self, manifest: Manifest, cipher: ChunkCipher) -> Reception:
-        """Of a broadcast that begins: with what is here already, where a source that came back broadcasts a payload again."""
-        for number, former in self._receptions.items():
-            if former.manifest.chunk_digests == manifest.chunk_digests:
-                del self._receptions[number]
-                return former.under(manifest, cipher)
-        return Reception(manifest, cipher, self._rooms.take(manifest.total_bytes))
+    def _begin(self, broadcast: int, manifest: Manifest, cipher: ChunkCipher) -> None:
+        """With what is here already, where a source that came back broadcasts a payload again."""
+        for former, reception in self._receptions.items():
+            if reception.manifest.chunk_digests == manifest.chunk_digests:
+                self._receptions[broadcast] = reception.under(manifest, cipher)
+                del self._receptions[former]
+                break
+        else:
+            self._receptions[broadcast] = Reception(manifest, cipher, self._rooms.take(manifest.total_bytes))
+        self._forget()
 
     def _forget(self) -> None:
         """Keep the newest two that are complete, and of the others the oldest and the newest."""
