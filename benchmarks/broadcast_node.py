@@ -82,8 +82,8 @@ class Checks:
 class Memory:
     """Room for the next snapshots that has been written to before.
 
-    The host of a virtual machine takes back memory that has been free for some seconds; to get it again takes a processor 2 s per
-    GB, which would tell of that host, not of a broadcast.
+    The host of a virtual machine takes back memory that has been free for some seconds; to get it again takes a processor 2 s
+    per GB, which would tell of that host, not of a broadcast.
     """
 
     def __init__(self) -> None:

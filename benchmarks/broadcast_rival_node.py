@@ -35,7 +35,9 @@ def download(url: str) -> None:
         answer = connection.makefile("rb")
         if b" 200 " not in answer.readline():
             raise SystemExit(f"{url} was not served")
-        lengths = [int(line.split(b":")[1]) for line in iter(answer.readline, b"\r\n") if line.lower().startswith(b"content-length")]
+        lengths = [
+            int(line.split(b":")[1]) for line in iter(answer.readline, b"\r\n") if line.lower().startswith(b"content-length")
+        ]
         rest = lengths[0]
         while rest:
             got = answer.readinto(room[:rest])

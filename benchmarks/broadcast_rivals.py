@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from benchmarks.conversation import Conversation
 from benchmarks.peer_environment import peer_python
 from benchmarks.wan import Host, Wan
 
@@ -79,7 +80,7 @@ def libtorrent_s(hosts: Sequence[Host], total_bytes: int, piece_bytes: int, pyth
             place.mkdir(exist_ok=True)
             command = [python, str(TORRENT_NODE), str(number), str(place), str(torrent), *addresses]
             nodes.append(_node(wan, number, command))
-        return _last_s(nodes[1:], also=nodes[0])
+        return _last_s(nodes[1:], also=nodes[:1])
 
 
 def aria2_s(hosts: Sequence[Host], total_bytes: int, piece_bytes: int) -> float:
@@ -88,7 +89,7 @@ def aria2_s(hosts: Sequence[Host], total_bytes: int, piece_bytes: int) -> float:
         torrent = _torrent(folder, piece_bytes, f"http://{wan.address(0)}:{TRACKER_PORT}/announce")
         track = ["track", wan.address(0), str(TRACKER_PORT), str(len(hosts))]
         tracker = _node(wan, 0, [sys.executable, str(RIVAL_NODE), *track])
-        _hear(tracker)
+        tracker.hear()
         options = [f"--{name}={value}" for name, value in ARIA2.items()]
         hook = folder / "whole"
         hook.write_text('#!/bin/sh\n: > "$3.whole"\n')
@@ -101,7 +102,7 @@ def aria2_s(hosts: Sequence[Host], total_bytes: int, piece_bytes: int) -> float:
             command = ["aria2c", *options, f"--interface={wan.address(number)}", f"--dir={place}", str(torrent)]
             if number == 0:
                 wan.spawn(0, command)
-                _hear(tracker)
+                tracker.hear()
             else:
                 watch = [sys.executable, str(RIVAL_NODE), "swarm", str(place), json.dumps(command)]
                 nodes.append(_node(wan, number, watch))
@@ -160,27 +161,16 @@ def bencode(value: int | bytes | dict[str, object]) -> bytes:
     return b"d%se" % b"".join(bencode(key.encode()) + bencode(value[key]) for key in sorted(value))  # type: ignore[arg-type]
 
 
-def _node(wan: Wan, host: int, command: Sequence[str]) -> subprocess.Popen[bytes]:
-    return wan.spawn(host, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+def _node(wan: Wan, host: int, command: Sequence[str]) -> Conversation:
+    return Conversation(wan.spawn(host, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
 
 
-def _hear(node: subprocess.Popen[bytes]) -> dict[str, float]:
-    assert node.stdout is not None
-    line = node.stdout.readline()
-    if not line:
-        raise RuntimeError(f"{node.args!r} died: its error is above")
-    heard: dict[str, float] = json.loads(line)
-    return heard
-
-
-def _last_s(nodes: Sequence[subprocess.Popen[bytes]], also: subprocess.Popen[bytes] | None = None) -> float:
+def _last_s(nodes: Sequence[Conversation], also: Sequence[Conversation] = ()) -> float:
     """Once all are ready, say go, and wait for all of `nodes`; seconds to the last one."""
-    everybody = [*nodes, *([also] if also else [])]
+    everybody = [*nodes, *also]
     for node in everybody:
-        _hear(node)
+        node.hear()
     begun_s = time.monotonic()
     for node in everybody:
-        assert node.stdin is not None
-        node.stdin.write(b"go\n")
-        node.stdin.flush()
-    return max(_hear(node)["done_s"] for node in nodes) - begun_s
+        node.tell(go=True)
+    return float(max(node.hear()["done_s"] for node in nodes)) - begun_s
