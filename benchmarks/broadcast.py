@@ -3,7 +3,7 @@
     python -m benchmarks.broadcast [--quick] [--json FILE] [--relaying-gbps RATE] [--libtorrent-python PROGRAM]
 
 Ratios are times until the last worker has a snapshot, checked and decrypted, over the bound T*, which counts neither headers
-nor distance; a round trip is 50 ms and a packet 9000 bytes unless the figure's name says otherwise. `cold` is the first snapshot
+nor distance; a round trip is 50 ms and a packet 9000 bytes unless the name says otherwise. `cold` is the first snapshot
 on fresh connections, `warm` one on connections that carried another. Figures are medians of three; three fleets for `cold`.
 
 Beside them, with 8 workers and 64 MB, all on fresh connections and so compared with `cold`: a star, which is nginx sending the
