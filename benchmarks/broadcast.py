@@ -27,9 +27,10 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from benchmarks import broadcast_rivals as rivals
 from benchmarks import delta
@@ -71,13 +72,20 @@ class Figures:
     values: dict[str, float] = field(default_factory=dict)
     rows: list[dict[str, object]] = field(default_factory=list)
 
-    def add(self, name: str, value: float, target: float | None, at_least: bool = False, **about: object) -> None:
+    def add(
+        self,
+        name: str,
+        value: float,
+        target: float | None,
+        told: Mapping[str, object] = MappingProxyType({}),
+        at_least: bool = False,
+    ) -> None:
         met = target is None or (value >= target if at_least else value <= target)
         self.values[name] = round(value, 4)
-        self.rows.append({"figure": name, "value": round(value, 4), "target": target, "met": met, **about})
+        self.rows.append({"figure": name, "value": round(value, 4), "target": target, "met": met, **told})
         sign = ">=" if at_least else "<="
         aim = "" if target is None else f"{sign} {target:g} {'met' if met else 'MISSED'}"
-        print(f"{name:36s} {value:8.3f}  {aim:15s} {'  '.join(f'{key} {told}' for key, told in about.items())}", flush=True)
+        print(f"{name:36s} {value:8.3f}  {aim:15s} {'  '.join(f'{key} {value}' for key, value in told.items())}", flush=True)
 
 
 def symmetric(workers: int, megabytes: int = 64) -> Scenario:
@@ -128,8 +136,8 @@ class Benchmark:
                 warms.append(fleet.broadcast(total_bytes))
         cold, warm = median(colds), median(warms)
         name = f"{kind}_n{len(scenario.workers)}_{scenario.megabytes}"
-        self.figures.add(f"ratio_cold_{name}", cold.ratio, 1.25 if scenario.megabytes < 256 else 1.10, **about(cold, scale))
-        self.figures.add(f"ratio_warm_{name}", warm.ratio, 1.10, **about(warm, scale))
+        self.figures.add(f"ratio_cold_{name}", cold.ratio, 1.25 if scenario.megabytes < 256 else 1.10, about(cold, scale))
+        self.figures.add(f"ratio_warm_{name}", warm.ratio, 1.10, about(warm, scale))
         return cold
 
     def adversity(self, name: str) -> None:
@@ -138,7 +146,7 @@ class Benchmark:
         with fleet:
             fleet.broadcast(total_bytes)
             warm = median([fleet.broadcast(total_bytes) for _ in range(self._repeats)])
-        self.figures.add(name, warm.ratio, target, **about(warm, scale))
+        self.figures.add(name, warm.ratio, target, about(warm, scale))
 
     def relays_killed(self) -> None:
         """One relay of eight killed halfway, then two more while the next snapshot is on its way."""
@@ -153,8 +161,8 @@ class Benchmark:
                 twos.append(fleet.broadcast(total_bytes, killing(fleet, half_s, [2, 3])))
         one, two = median(ones), min(twos, key=lambda outcome: len(outcome.done_s))
         ratio = one.last_s / median(undisturbed).last_s
-        self.figures.add("relay_kill_over_undisturbed", ratio, 1.35, **about(one, scale))
-        self.figures.add("finished_after_three_of_eight_killed", len(two.done_s), 5, at_least=True, **about(two, scale))
+        self.figures.add("relay_kill_over_undisturbed", ratio, 1.35, about(one, scale))
+        self.figures.add("finished_after_three_of_eight_killed", len(two.done_s), 5, about(two, scale), at_least=True)
 
     def others(self, kind: str, scenario: Scenario, ours: Outcome, libtorrent_target: float, python: str | None) -> None:
         """Other ways, against ours."""
@@ -162,8 +170,8 @@ class Benchmark:
         hosts, piece_bytes = [fleet.source, *fleet.workers], 1 << (2 * fleet.chunk_bytes - 1).bit_length()
 
         def compare(name: str, target: float | None, last_s: float, **told: object) -> None:
-            told = {"last_s": round(last_s, 2), "over_bound": round(last_s / ours.bound_s, 2), "scale": round(scale, 3), **told}
-            self.figures.add(f"{name}_over_ours_{kind}_64", last_s / ours.last_s, target, at_least=True, **told)
+            told |= {"last_s": round(last_s, 2), "over_bound": round(last_s / ours.bound_s, 2), "scale": round(scale, 3)}
+            self.figures.add(f"{name}_over_ours_{kind}_64", last_s / ours.last_s, target, told, at_least=True)
 
         if python:
             runs = [rivals.libtorrent_s(hosts, total_bytes, piece_bytes, python) for _ in range(self._repeats)]
@@ -182,25 +190,25 @@ class Benchmark:
             outcomes = [fleet.broadcast(32 * MB) for _ in range(2 + self._repeats)]
         warm = sorted(outcomes[2:], key=lambda outcome: outcome.relay_core_s_per_gb)[(self._repeats - 1) // 2]
         told = {"relayed_gb": round(warm.forwarded_bytes / 1e9, 2), "checks_besides": round(warm.checks_core_s_per_gb, 2)}
-        self.figures.add("relay_core_s_per_gb", warm.relay_core_s_per_gb, 1.0, **told)
+        self.figures.add("relay_core_s_per_gb", warm.relay_core_s_per_gb, 1.0, told)
 
     def deltas(self, scale: delta.Scale) -> None:
         """What a delta costs on one core, and what it saves from end to end."""
         pair = next(delta.pairs(scale))
         found = delta.figures_of(delta.delta_of(pair, scale.tries))
         told = {"changed": f"{pair.changed_share:.2%}", "full_mb": round(len(pair.target) / MB, 1)}
-        self.figures.add("delta_share_of_full", found["delta_share_of_full"], 0.022, **told)
+        self.figures.add("delta_share_of_full", found["delta_share_of_full"], 0.022, told)
         self.figures.add("delta_encode_gb_per_s", found["delta_encode_gb_per_s"], 1.0, at_least=True)
         self.figures.add("delta_decode_gb_per_s", found["delta_decode_gb_per_s"], 3.0, at_least=True)
         made = publications([SYM] * (1 + PUBLISHED_TO), pair.base, pair.target, self._repeats)
         last_s = {form: statistics.median(publication.last_s for publication in runs) for form, runs in made.items()}
-        told = {
+        times = {
             "full_s": round(last_s["full"], 2),
             "delta_s": round(last_s["delta"], 3),
             "publish_s": round(statistics.median(publication.publish_s for publication in made["delta"]), 3),
             "workers": PUBLISHED_TO,
         }
-        self.figures.add("delta_publish_speedup", last_s["full"] / last_s["delta"], 10.0, at_least=True, **told)
+        self.figures.add("delta_publish_speedup", last_s["full"] / last_s["delta"], 10.0, times, at_least=True)
 
 
 def scaled(host: Host, scale: float) -> Host:

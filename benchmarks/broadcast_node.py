@@ -76,7 +76,7 @@ class Checks:
             self._open_into(cipher, chunk, sealed, payload)
             self.cpu_s += time.thread_time() - start_s
 
-        ChunkCipher.open_into = measured  # type: ignore[method-assign]
+        ChunkCipher.open_into = measured  # type: ignore[method-assign, assignment]
 
 
 class Memory:
@@ -94,7 +94,7 @@ class Memory:
         def taken(rooms: Rooms, total_bytes: int) -> memoryview:
             return self._rooms.pop() if self._rooms else self._take(rooms, total_bytes)
 
-        Rooms.take = taken  # type: ignore[method-assign]
+        Rooms.take = taken  # type: ignore[method-assign, assignment]
 
     def prepare(self, total_bytes: int) -> None:
         room = self._take(Rooms(), total_bytes)
@@ -105,8 +105,16 @@ class Memory:
 def worker(number: int, source_address: str, own_address: str, serving: bool) -> None:
     """Lines in: {"peers"} waits for that many connections, {"room"} has memory for a snapshot at hand; out: each snapshot as it
     is whole."""
-    where = {"host": own_address, "port": PORT, "advertised_host": own_address}
-    peer = Peer(RUN_ID, TOKEN, f"w{number}", (source_address, PORT), serving=serving, **where)
+    peer = Peer(
+        RUN_ID,
+        TOKEN,
+        f"w{number}",
+        (source_address, PORT),
+        host=own_address,
+        port=PORT,
+        advertised_host=own_address,
+        serving=serving,
+    )
     checks = Checks()
     checks.install()
     memory = Memory()
