@@ -13,6 +13,7 @@ import json
 import secrets
 import socket
 import struct
+import zlib
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -36,7 +37,7 @@ class Kind(IntEnum):
     ROSTER = 1
     """S→W: the receiver's number and who takes part, as JSON."""
     ANNOUNCE = 2
-    """S→W: a broadcast begins: manifest and salt, as JSON."""
+    """S→W: a broadcast begins: manifest and salt, as compressed JSON: all of it leaves before the first chunk, to everybody."""
     CHUNK = 3
     """Encrypted chunk for the receiver alone."""
     STRIPE = 4
@@ -85,6 +86,24 @@ def pack_bits(bits: int) -> bytes:
 
 def unpack_bits(body: memoryview) -> int:
     return int.from_bytes(body, "little")
+
+
+def pack_json(fields: dict[str, Any]) -> bytes:
+    """Fields as the compressed body of a frame."""
+    return zlib.compress(json.dumps(fields).encode(), 1)
+
+
+def unpack_json(body: memoryview) -> dict[str, Any]:
+    """Raises ValueError for what `pack_json` did not make, or what would be too much."""
+    inflating = zlib.decompressobj()
+    try:
+        text = inflating.decompress(body, MAX_CONTROL_BYTES)
+    except zlib.error as error:
+        raise ValueError(str(error)) from None
+    if not inflating.eof:
+        raise ValueError("it is cut short or too large")
+    fields: dict[str, Any] = json.loads(text)
+    return fields
 
 
 def connection_key(token: str, run_id: str) -> bytes:
