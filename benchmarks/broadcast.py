@@ -246,11 +246,10 @@ def killing(fleet: Fleet, after_s: float, workers: Sequence[int]) -> Callable[[]
 
 def run(arguments: argparse.Namespace) -> Figures:
     benchmark = Benchmark(arguments.relaying_gbps, 1 if arguments.quick else 3)
-    benchmark.deltas(delta.QUICK if arguments.quick else delta.FULL)
+    benchmark.deltas(delta.FULL)
     benchmark.relay_cost()
     ours = {"sym": benchmark.shape("sym", symmetric(8)), "asym": benchmark.shape("asym", asymmetric(8))}
     if arguments.quick:
-        benchmark.adversity("ratio_slow_uplink")
         return benchmark.figures
     python = arguments.libtorrent_python or rivals.libtorrent_python()
     benchmark.others("sym", symmetric(8), ours["sym"], 2.0, python)

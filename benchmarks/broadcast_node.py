@@ -87,6 +87,7 @@ class Memory:
     """
 
     def __init__(self) -> None:
+        self.cpu_s = 0.0
         self._rooms: list[memoryview] = []
         self._take = Rooms.take
 
@@ -97,9 +98,11 @@ class Memory:
         Rooms.take = taken  # type: ignore[method-assign, assignment]
 
     def prepare(self, total_bytes: int) -> None:
+        start_s = time.thread_time()
         room = self._take(Rooms(), total_bytes)
         room[:: mmap.PAGESIZE] = bytes(-(-total_bytes // mmap.PAGESIZE))
         self._rooms.append(room)
+        self.cpu_s += time.thread_time() - start_s
 
 
 def worker(number: int, source_address: str, own_address: str, serving: bool) -> None:
@@ -120,7 +123,7 @@ def worker(number: int, source_address: str, own_address: str, serving: bool) ->
     memory = Memory()
     memory.install()
     peer.start()
-    threading.Thread(target=tell_deliveries, args=(peer, checks), daemon=True).start()
+    threading.Thread(target=tell_deliveries, args=(peer, checks, memory), daemon=True).start()
     for line in sys.stdin:
         command = json.loads(line)
         if "room" in command:
@@ -130,13 +133,13 @@ def worker(number: int, source_address: str, own_address: str, serving: bool) ->
         say(peers=peer.peers)
 
 
-def tell_deliveries(peer: Peer, checks: Checks) -> None:
+def tell_deliveries(peer: Peer, checks: Checks, memory: Memory) -> None:
     cpu_s = forwarded = duplicates = checks_s = 0.0
     while True:
         delivery = peer.wait(PROMPT_S)
         done_s = time.monotonic()
         time.sleep(0.5)
-        now = time.process_time(), peer.forwarded_bytes, peer.duplicate_bytes, checks.cpu_s
+        now = time.process_time() - memory.cpu_s, peer.forwarded_bytes, peer.duplicate_bytes, checks.cpu_s
         say(
             version=delivery.manifest.version,
             done_s=done_s,

@@ -65,13 +65,13 @@ def publications(hosts: Sequence[Host], base: bytes, target: bytes, repeats: int
         for follower in followers:
             follower.ask(peers=len(followers) - 1)
         made: dict[str, list[Publication]] = {form: [] for form in files}
-        for form in ("delta", *("full", "delta") * repeats):
+        for form in ("delta", *("full", "delta") * (1 + repeats)):
             told = publisher.ask(file=str(files[form]), delta=form == "delta")
             reports = [follower.hear() for follower in followers]
             assert all(report["digest"] == digests[form] for report in reports), "weights that arrived are not those sent"
             last_s = max(report["done_s"] for report in reports) - told["start_s"]
             made[form].append(Publication(last_s, told["publish_s"], told["sent_bytes"]))
-    # The first one had no version to build on, and fresh connections.
+    # Before these, connections were fresh, memory had not been used, and the first version had none to build on.
     return {form: made[form][-repeats:] for form in made}
 
 
