@@ -77,7 +77,7 @@ class Checks:
             self._open_into(cipher, chunk, sealed, payload)
             self.cpu_s += time.thread_time() - start_s
 
-        ChunkCipher.open_into = measured  # type: ignore[method-assign]
+        ChunkCipher.open_into = measured  # type: ignore[method-assign, assignment]
 
 
 class Memory:
@@ -88,6 +88,7 @@ class Memory:
     """
 
     def __init__(self) -> None:
+        self.cpu_s = 0.0
         self._rooms: list[memoryview] = []
         self._take = Rooms.take
 
@@ -95,25 +96,35 @@ class Memory:
         def taken(rooms: Rooms, total_bytes: int) -> memoryview:
             return self._rooms.pop() if self._rooms else self._take(rooms, total_bytes)
 
-        Rooms.take = taken  # type: ignore[method-assign]
+        Rooms.take = taken  # type: ignore[method-assign, assignment]
 
     def prepare(self, total_bytes: int) -> None:
+        start_s = time.thread_time()
         room = self._take(Rooms(), total_bytes)
         room[:: mmap.PAGESIZE] = bytes(-(-total_bytes // mmap.PAGESIZE))
         self._rooms.append(room)
+        self.cpu_s += time.thread_time() - start_s
 
 
 def worker(number: int, source_address: str, own_address: str, serving: bool) -> None:
     """Lines in: {"peers"} waits for that many connections, {"room"} has memory for a snapshot at hand; out: each snapshot as it
     is whole."""
-    where = {"host": own_address, "port": PORT, "advertised_host": own_address}
-    peer = Peer(RUN_ID, TOKEN, f"w{number}", (source_address, PORT), serving=serving, **where)
+    peer = Peer(
+        RUN_ID,
+        TOKEN,
+        f"w{number}",
+        (source_address, PORT),
+        host=own_address,
+        port=PORT,
+        advertised_host=own_address,
+        serving=serving,
+    )
     checks = Checks()
     checks.install()
     memory = Memory()
     memory.install()
     peer.start()
-    threading.Thread(target=tell_deliveries, args=(peer, checks), daemon=True).start()
+    threading.Thread(target=tell_deliveries, args=(peer, checks, memory), daemon=True).start()
     for line in sys.stdin:
         command = json.loads(line)
         if "room" in command:
@@ -123,13 +134,13 @@ def worker(number: int, source_address: str, own_address: str, serving: bool) ->
         say(peers=peer.peers)
 
 
-def tell_deliveries(peer: Peer, checks: Checks) -> None:
+def tell_deliveries(peer: Peer, checks: Checks, memory: Memory) -> None:
     cpu_s = forwarded = duplicates = checks_s = 0.0
     while True:
         delivery = peer.wait(PROMPT_S)
         done_s = time.monotonic()
         time.sleep(0.5)
-        now = time.process_time(), peer.forwarded_bytes, peer.duplicate_bytes, checks.cpu_s
+        now = time.process_time() - memory.cpu_s, peer.forwarded_bytes, peer.duplicate_bytes, checks.cpu_s
         say(
             version=delivery.manifest.version,
             done_s=done_s,
