@@ -56,7 +56,6 @@ def publications(hosts: Sequence[Host], base: bytes, target: bytes, repeats: int
         files = {"full": Path(name, "target"), "delta": Path(name, "base")}
         files["full"].write_bytes(target)
         files["delta"].write_bytes(base)
-        digests = {form: blake3(file.read_bytes()).hexdigest() for form, file in files.items()}
         publisher = _start(wan, 0, "publisher", wan.address(0), name)
         publisher.hear()
         followers = [
@@ -68,7 +67,7 @@ def publications(hosts: Sequence[Host], base: bytes, target: bytes, repeats: int
         for form in ("delta", *("full", "delta") * (1 + repeats)):
             told = publisher.ask(file=str(files[form]), delta=form == "delta")
             reports = [follower.hear() for follower in followers]
-            assert all(report["digest"] == digests[form] for report in reports), "weights that arrived are not those sent"
+            assert all(report["digest"] == told["digest"] for report in reports), "weights that arrived are not those sent"
             last_s = max(report["done_s"] for report in reports) - told["start_s"]
             made[form].append(Publication(last_s, told["publish_s"], told["sent_bytes"]))
     # Before these, connections were fresh, memory had not been used, and the first version had none to build on.
@@ -125,7 +124,8 @@ class RouteSource:
 
 
 def publisher(address: str, folder: str) -> None:
-    """Lines in: {"file", "delta"}; out: when it was begun, how long it took to publish, and the bytes to broadcast."""
+    """Lines in: {"file", "delta"}; out: when it was begun, how long it took to publish, the bytes to broadcast, and the weights'
+    digest."""
     store = SnapshotStore(Path(folder, "snapshots"), RUN_ID, TOKEN)
     routes = Routes(store, address)
     source = Source(RUN_ID, TOKEN, host=address, port=PORT)
@@ -134,7 +134,10 @@ def publisher(address: str, folder: str) -> None:
     former: Published | None = None
     for version, line in enumerate(sys.stdin, start=1):
         asked = json.loads(line)
-        weights = Path(asked["file"]).read_bytes()
+        weights = bytearray(Path(asked["file"]).read_bytes())
+        # A worker takes nothing that it had already: no two versions may be the same.
+        weights[-8:] = version.to_bytes(8)
+        digest = blake3(weights).hexdigest()
         start_s = time.monotonic()
         former = store.publish(version, weights, CHUNK_BYTES, former if asked["delta"] else None)
         manifest, file = store.smallest(version)
@@ -143,7 +146,7 @@ def publisher(address: str, folder: str) -> None:
         publish_s = time.monotonic() - start_s
         source.broadcast(manifest, payload)
         routes.announce()
-        say(start_s=start_s, publish_s=publish_s, sent_bytes=manifest.total_bytes)
+        say(start_s=start_s, publish_s=publish_s, sent_bytes=manifest.total_bytes, digest=digest)
 
 
 def follower(number: str, publisher_address: str, own_address: str) -> None:
