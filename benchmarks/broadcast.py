@@ -10,8 +10,8 @@ Beside them, with 8 workers and 64 MB, all on fresh connections and so compared 
 file to everybody; libtorrent 2.1.1, in an environment made on first use; and aria2. Who is missing is named in a line.
 
 `delta` is the version after one step of Adam at a learning rate of 1e-6 from fresh bf16 weights of 59 M parameters
-(benchmarks/delta.py), the worst there is; its publication is timed from the learner's memory to that of the last of two workers
-(benchmarks/broadcast_publication.py).
+(benchmarks/delta.py), the worst there is; its publication is timed from the learner's memory to the first token of the last
+of two workers (benchmarks/broadcast_publication.py).
 
 Limits. Needs root (benchmarks/wan.py). All hosts share this machine's cores, where the emulated links cost about as much as the
 broadcast: rates and sizes are scaled down together where workers would receive more than `--relaying-gbps` in sum, so that
@@ -200,7 +200,7 @@ class Benchmark:
         self.figures.add("delta_share_of_full", found["delta_share_of_full"], 0.022, told)
         self.figures.add("delta_encode_gb_per_s", found["delta_encode_gb_per_s"], 1.0, at_least=True)
         self.figures.add("delta_decode_gb_per_s", found["delta_decode_gb_per_s"], 3.0, at_least=True)
-        made = publications([SYM] * (1 + PUBLISHED_TO), pair.base, pair.target, self._repeats)
+        made = publications([SYM] * (1 + PUBLISHED_TO), delta.model_of(scale), pair.base, pair.target, self._repeats)
         last_s = {form: statistics.median(publication.last_s for publication in runs) for form, runs in made.items()}
         times = {
             "full_s": round(last_s["full"], 2),

@@ -1,12 +1,12 @@
-"""From the learner's new weights to workers that hold them, in full and as a delta.
+"""From the learner's new weights to workers that generate with them, in full and as a delta.
 
 The publisher puts each version into a `SnapshotStore` and broadcasts the smallest form of it, as the hub does; workers follow
 with a `SnapshotFollower` that the broadcast feeds, and learn what to fetch by a long-poll over the same links. A version is
-there when the last worker has the weights, of the digest in the manifest, and could load them. Store and weights are in memory:
-disks are not what this is about.
+there when the last worker has the weights, of the digest in the manifest, has loaded them into its engine, and has drawn a
+first token from them. Store and weights are in memory: disks are not what this is about.
 
 One host is `python -m benchmarks.broadcast_publication publisher ADDRESS FOLDER`, or `… follower NUMBER PUBLISHER_ADDRESS
-OWN_ADDRESS`.
+OWN_ADDRESS FOLDER`, FOLDER holding the model's `config.json`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blake3 import blake3
+from transformers import PretrainedConfig
 
 from benchmarks.broadcast_node import PORT, PROMPT_S, RUN_ID, TOKEN, say
 from benchmarks.conversation import Conversation
@@ -34,15 +35,19 @@ from echo2.dissemination.broadcast.source import Source
 from echo2.dissemination.manifest import Manifest
 from echo2.dissemination.receiver import SnapshotFollower, SourceUnavailable
 from echo2.dissemination.store import Published, SnapshotStore
+from echo2.protocol import Lease, Sampling
+from echo2.rollout.transformers_engine import TransformersEngine
 
 REPOSITORY = Path(__file__).parent.parent
 ROUTE_PORT = PORT + 1
 CHUNK_BYTES = 128 * 1024
+LEASE = Lease(group_id=0, attempt=1, members=(0,), prompt_token_ids=(1, 2, 3, 4), timeout_s=PROMPT_S)
+SAMPLING = Sampling(temperature=1.0, max_completion_tokens=1, stop_token_ids=(), seed=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """One version: seconds from its weights in the learner's memory to those in the last worker's, and bytes broadcast."""
+    """One version: seconds from its weights in the learner's memory to the last worker's first token, and bytes broadcast."""
 
     last_s: float
     publish_s: float
@@ -50,16 +55,20 @@ class Publication:
     sent_bytes: int
 
 
-def publications(hosts: Sequence[Host], base: bytes, target: bytes, repeats: int) -> dict[str, list[Publication]]:
-    """Go back and forth between two versions of the weights, `full` one way and by `delta` the other."""
+def publications(
+    hosts: Sequence[Host], model: PretrainedConfig, base: bytes, target: bytes, repeats: int
+) -> dict[str, list[Publication]]:
+    """Go back and forth between two versions of the weights of `model`, `full` one way and by `delta` the other."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name, Wan(hosts) as wan:
+        model.save_pretrained(name)
         files = {"full": Path(name, "target"), "delta": Path(name, "base")}
         files["full"].write_bytes(target)
         files["delta"].write_bytes(base)
         publisher = _start(wan, 0, "publisher", wan.address(0), name)
         publisher.hear()
         followers = [
-            _start(wan, number, "follower", str(number), wan.address(0), wan.address(number)) for number in range(1, len(hosts))
+            _start(wan, number, "follower", str(number), wan.address(0), wan.address(number), name)
+            for number in range(1, len(hosts))
         ]
         for follower in followers:
             follower.ask(peers=len(followers) - 1)
@@ -124,8 +133,7 @@ class RouteSource:
 
 
 def publisher(address: str, folder: str) -> None:
-    """Lines in: {"file", "delta"}; out: when it was begun, how long it took to publish, the bytes to broadcast, and the weights'
-    digest."""
+    """Lines in: {"file", "delta"}; out: when it was begun, how long it took to publish, bytes to broadcast, the weights' digest."""
     store = SnapshotStore(Path(folder, "snapshots"), RUN_ID, TOKEN)
     routes = Routes(store, address)
     source = Source(RUN_ID, TOKEN, host=address, port=PORT)
@@ -149,8 +157,9 @@ def publisher(address: str, folder: str) -> None:
         say(start_s=start_s, publish_s=publish_s, sent_bytes=manifest.total_bytes, digest=digest)
 
 
-def follower(number: str, publisher_address: str, own_address: str) -> None:
-    """Line in: {"peers"} waits for so many connections; out: that, then each version as it is there."""
+def follower(number: str, publisher_address: str, own_address: str, folder: str) -> None:
+    """Line in: {"peers"} waits for so many connections; out: that, then each version as its first token is drawn."""
+    engine = TransformersEngine(Path(folder), "bfloat16", "cpu", threads=1)
     peer = Peer(RUN_ID, TOKEN, f"w{number}", (publisher_address, PORT), host=own_address, port=PORT)
     following = SnapshotFollower(RouteSource(publisher_address), RUN_ID, TOKEN, arrivals=BroadcastArrivals(peer))
     following.start()
@@ -160,6 +169,8 @@ def follower(number: str, publisher_address: str, own_address: str) -> None:
     say(peers=peer.peers)
     while True:
         received = following.wait_first(PROMPT_S)
+        engine.load_weights(received.weights, received.manifest.version)
+        next(engine.generate([LEASE], SAMPLING, lambda: False))
         done_s = time.monotonic()
         say(done_s=done_s, version=received.manifest.version, digest=blake3(received.weights).hexdigest())
 

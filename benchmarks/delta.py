@@ -131,8 +131,9 @@ def delta_of(pair: Pair, tries: int) -> Result:
     )
 
 
-def _start(scale: Scale) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    config = Qwen2Config(
+def model_of(scale: Scale) -> Qwen2Config:
+    """The model whose weights are measured."""
+    return Qwen2Config(
         vocab_size=scale.vocabulary,
         hidden_size=scale.hidden,
         intermediate_size=4 * scale.hidden,
@@ -141,7 +142,10 @@ def _start(scale: Scale) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         num_key_value_heads=scale.hidden // 64,
         tie_word_embeddings=True,
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def _start(scale: Scale) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = AutoModelForCausalLM.from_config(model_of(scale), dtype=torch.float32)
     settings = LearnerSection()
     betas = (settings.beta1, settings.beta2)
     return model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=betas, weight_decay=settings.weight_decay)
