@@ -133,7 +133,7 @@ class RouteSource:
 
 
 def publisher(address: str, folder: str) -> None:
-    """Lines in: {"file", "delta"}; out: when it was begun, how long it took, bytes to broadcast, and the digest of the weights."""
+    """Lines in: {"file", "delta"}; out: when it was begun, how long it took, bytes to broadcast, the digest of the weights."""
     store = SnapshotStore(Path(folder, "snapshots"), RUN_ID, TOKEN)
     routes = Routes(store, address)
     source = Source(RUN_ID, TOKEN, host=address, port=PORT)
