@@ -79,14 +79,12 @@ class Fleet:
         source: Host,
         workers: Sequence[Host],
         unreachable: Sequence[int] = (),
-        chunk_bytes: int = 128 * 1024,
         network: Loopback | None = None,
         cap_bytes_per_s: float = 0.0,
     ) -> None:
         """`unreachable` counts workers from 1; without a `network` the hosts' links are emulated; 0 is no cap."""
         self._cap_bytes_per_s = cap_bytes_per_s
         self.source, self.workers = source, tuple(workers)
-        self.chunk_bytes = chunk_bytes
         self._network: Wan | Loopback = network or Wan([source, *workers])
         self._unreachable = set(unreachable)
         self._nodes: dict[int, Conversation] = {}
@@ -110,7 +108,7 @@ class Fleet:
         if self._version <= ROOMS_HELD:
             for number in self._nodes.keys() - {0}:
                 self._nodes[number].ask(room=total_bytes)
-        self._nodes[0].ask(version=self._version, bytes=total_bytes, chunk_bytes=self.chunk_bytes)
+        self._nodes[0].ask(version=self._version, bytes=total_bytes)
         busy_s, began_s = _machine_busy_s(), time.monotonic()
         self._nodes[0].tell(go=True)
         dead = meanwhile()

@@ -17,6 +17,7 @@ from typing import Any
 from echo2.dissemination.broadcast.cipher import ChunkCipher
 from echo2.dissemination.broadcast.peer import Peer
 from echo2.dissemination.broadcast.reception import Rooms
+from echo2.dissemination.broadcast.record import BroadcastRecord, chunk_bytes_after
 from echo2.dissemination.broadcast.source import Source
 from echo2.dissemination.manifest import describe, sign, signing_key
 from echo2.dissemination.pacing import Pacer
@@ -32,11 +33,12 @@ def say(**fields: Any) -> None:
 
 
 def source(address: str, cap_bytes_per_s: float) -> None:
-    """Lines in: {"version", "bytes", "chunk_bytes"}; out: when the broadcast begins, and its record at the end."""
+    """Lines in: {"version", "bytes"}; out: when the broadcast begins, and its record at the end."""
     server = Source(RUN_ID, TOKEN, host=address, port=PORT, pacer=Pacer(cap_bytes_per_s) if cap_bytes_per_s else None)
     server.start()
     say(ready=True)
     payloads = []
+    record: BroadcastRecord | None = None
     for line in sys.stdin:
         command = json.loads(line)
         if "workers" in command:
@@ -46,7 +48,9 @@ def source(address: str, cap_bytes_per_s: float) -> None:
             continue
         payload = os.urandom(command["bytes"])
         payloads.append(payload)
-        manifest = sign(describe(payload, RUN_ID, command["version"], command["chunk_bytes"]), signing_key(TOKEN))
+        manifest = sign(
+            describe(payload, RUN_ID, command["version"], chunk_bytes_after(record, len(payload))), signing_key(TOKEN)
+        )
         say(prepared=True)
         sys.stdin.readline()
         cpu_s, start_s = time.process_time(), time.monotonic()

@@ -31,6 +31,7 @@ from benchmarks.conversation import Conversation
 from benchmarks.wan import Host, Wan
 from echo2.dissemination.broadcast.arrivals import BroadcastArrivals
 from echo2.dissemination.broadcast.peer import Peer
+from echo2.dissemination.broadcast.record import FIRST_CHUNK_BYTES
 from echo2.dissemination.broadcast.source import Source
 from echo2.dissemination.manifest import Manifest
 from echo2.dissemination.receiver import SnapshotFollower, SourceUnavailable
@@ -40,7 +41,6 @@ from echo2.rollout.transformers_engine import TransformersEngine
 
 REPOSITORY = Path(__file__).parent.parent
 ROUTE_PORT = PORT + 1
-CHUNK_BYTES = 128 * 1024
 LEASE = Lease(group_id=0, attempt=1, members=(0,), prompt_token_ids=(1, 2, 3, 4), timeout_s=PROMPT_S)
 SAMPLING = Sampling(temperature=1.0, max_completion_tokens=1, stop_token_ids=(), seed=0)
 
@@ -147,7 +147,7 @@ def publisher(address: str, folder: str) -> None:
         weights[-8:] = version.to_bytes(8)
         digest = blake3(weights).hexdigest()
         start_s = time.monotonic()
-        former = store.publish(version, weights, CHUNK_BYTES, former if asked["delta"] else None)
+        former = store.publish(version, weights, FIRST_CHUNK_BYTES, former if asked["delta"] else None)
         manifest, file = store.smallest(version)
         with file.open("rb") as opened:
             payload = memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))

@@ -242,7 +242,7 @@ class Dealing:
             link.detach()
         for owner in self._dealer.owners:
             self._check_stall(owner, now_s)
-        patience_s = max(SILENT_S, 4 * self._dealer.threshold_s)
+        patience_s = max(SILENT_S, 4 * self._dealer.longest_threshold_s)
         for number in self._progress.keys() - self._arrivals.keys():
             self._check_silence(number, self._progress[number].reported_s - patience_s)
         self.pump()
@@ -345,7 +345,7 @@ class Dealing:
 
     def _check_stall(self, owner: int, now_s: float) -> None:
         backlog = self._dealer.backlog(owner)
-        patience_s = max(STALL_S, 3 * self._dealer.threshold_s)
+        patience_s = max(STALL_S, 3 * self._dealer.threshold_s(owner))
         if not backlog or now_s - self._progress[owner].quiet_since_s <= patience_s:
             return
         self._dealer.remove_owner(owner)
