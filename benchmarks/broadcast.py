@@ -269,7 +269,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.broadcast", description=(__doc__ or "").partition(":")[0] + ".")
     parser.add_argument("--quick", action="store_true", help="the figures that matter most, once each")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
-    parser.add_argument("--relaying-gbps", type=float, default=2.0, help="what all workers receive in sum at most, in Gbit/s")
+    parser.add_argument("--relaying-gbps", type=float, default=1.6, help="what all workers receive in sum at most, in Gbit/s")
     parser.add_argument("--libtorrent-python", metavar="PROGRAM", help="a Python that has libtorrent")
     arguments = parser.parse_args()
     begun_s = time.monotonic()
