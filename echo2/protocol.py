@@ -137,6 +137,20 @@ class ScoredRollout:
     worker_id: str
 
 
+class LogProbDifference(Wire):
+    """How far the learner's log-probabilities were from the sampled ones, over what one worker made of a trained group."""
+
+    group_id: Index
+    worker_id: str
+    oldest_version: Index
+    newest_version: Index
+    """Versions that the worker says it sampled the tokens with, from the oldest to the newest."""
+    tokens: Annotated[int, Field(ge=1)]
+    mean: Annotated[float, Field(ge=0.0)]
+    """Mean over these tokens of |ln π₀ − ln μ|, in nats: π₀ the policy at the start of the step, μ as sampled."""
+    max: Annotated[float, Field(ge=0.0)]
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingGroup:
     """A prompt with its scored members; members that failed are absent."""

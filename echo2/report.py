@@ -126,6 +126,7 @@ def render_status(status: Mapping[str, Any]) -> str:
         f"| {w['worker_id']} | {w['version']} | {w['groups']} | {w['groups_per_s']:.2f} | {w['silent_s']:.1f} |"
         for w in status["workers"]
     ]
+    lines += _mismatch_table(status["log_prob_differences"])
     lines += _terms_table(status["measured_terms"])
     if last:
         lines += ["", "| metric of the last step | value |", "|---|---|"]
@@ -134,6 +135,21 @@ def render_status(status: Mapping[str, Any]) -> str:
         lines += ["", "| event | subject | detail |", "|---|---|---|"]
         lines += [f"| {e['kind']} | {e['subject']} | {e['detail'][:200].replace('|', '/')} |" for e in status["events"]]
     return "\n".join(lines) + "\n"
+
+
+def _mismatch_table(workers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How far each worker's log-probabilities are from the learner's, as lines of Markdown."""
+
+    def nats(value: float | None) -> str:
+        return "–" if value is None else f"{value:.3g}"
+
+    rows = [
+        f"| {w['worker_id']} | {w['groups']} | {w['tokens']} | {nats(w['mean'])} | {nats(w['max'])} "
+        f"| {nats(w['compared_mean'])} | {nats(w['others_mean'])} | {w['score']:.1f} |"
+        for w in workers
+    ]
+    heads = ("groups", "tokens", "difference of ln p, mean", "max", "where comparable", "others there", "score")
+    return ["", f"| worker | {' | '.join(heads)} |", "|---|" + "---|" * len(heads), *rows] if rows else []
 
 
 def _terms_table(measured: Mapping[str, Any]) -> list[str]:

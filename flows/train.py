@@ -5,6 +5,7 @@ does not stop it; a step that a crash cut off is trained again from the same bat
 """
 
 # Annotations stay real types: a deployment sends the flow to another process without this module's names.
+import logging
 from typing import Any
 
 from prefect import flow, task
@@ -21,6 +22,8 @@ from flows.capacity import CapacityWatch, watched_capacity
 from flows.dissemination import Disseminator
 from flows.session import Session, Stopped, open_session, stoppable
 from flows.stopwatch import Stopwatch
+
+log = logging.getLogger(__name__)
 
 
 @flow(name="echo2-train", flow_run_name="{config.run.name}", task_runner=ThreadPoolTaskRunner(max_workers=4))
@@ -53,7 +56,8 @@ def train_segment(session: Session, watch: CapacityWatch) -> None:
         if learner.version == config.run.steps:
             session.fleet.let_go()
         metrics |= stopwatch.lap() | watch.metrics
-        hub.commit(step, metrics, session.oldest_checkpoint)
+        for warning in hub.commit(step, metrics, session.oldest_checkpoint, learner.differences):
+            log.warning("%s", warning)
         session.trackers.log(step, metrics)
         # After the commit, so that no checkpoint is ever ahead of the ledger.
         if learner.version % config.learner.checkpoint_interval == 0 or learner.version == last:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from echo2.errors import UserError
 from echo2.hub.group_book import GroupBook
+from echo2.protocol import LogProbDifference
 
 
 class Batches:
@@ -54,7 +55,13 @@ class Batches:
         means = {name: statistics.fmean(s[name] for s in scores if name in s) for name in sorted(names)}
         return means | {"groups": len(rows), "filtered": sum(r["state"] == "filtered" for r in rows)}
 
-    def commit(self, step: int, metrics: Mapping[str, float], oldest_checkpoint: int) -> None:
+    def commit(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        oldest_checkpoint: int,
+        differences: Sequence[LogProbDifference] = (),
+    ) -> None:
         """Step `step` is done: its groups are trained. Payloads that no kept checkpoint can ask for again are let go."""
         if self._db.row("SELECT 1 FROM steps WHERE step = ?", step):
             return
@@ -63,6 +70,13 @@ class Batches:
         with self._db.transaction(durable=True):
             self._db.execute("UPDATE groups SET state = 'trained' WHERE step = ? AND state = 'ready'", (step,))
             self._db.execute("INSERT INTO steps VALUES (?, ?, ?)", (step, self._book.clock(), json.dumps(dict(metrics))))
+            self._db.executemany(
+                "INSERT INTO log_prob_differences VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                [
+                    (step, d.group_id, d.worker_id, d.oldest_version, d.newest_version, d.tokens, d.mean, d.max)
+                    for d in differences
+                ],
+            )
             self._book.expire_stale(step + 1)
             self._prune(oldest_checkpoint)
 
@@ -86,6 +100,7 @@ class Batches:
                 )
             self._db.execute("UPDATE groups SET state = 'ready' WHERE state = 'trained' AND step >= ?", (version,))
             self._db.execute("DELETE FROM steps WHERE step >= ?", (version,))
+            self._db.execute("DELETE FROM log_prob_differences WHERE step >= ?", (version,))
         return ahead
 
     def _assigned(self, step: int) -> list[int]:

@@ -66,6 +66,19 @@ CREATE TABLE IF NOT EXISTS steps (
     metrics          TEXT NOT NULL
 ) STRICT;
 
+-- How far the learner's log-probabilities were from those that a worker sampled a group with, in nats.
+CREATE TABLE IF NOT EXISTS log_prob_differences (
+    step             INTEGER NOT NULL,
+    group_id         INTEGER NOT NULL,
+    worker_id        TEXT NOT NULL,
+    oldest_version   INTEGER NOT NULL,
+    newest_version   INTEGER NOT NULL,
+    tokens           INTEGER NOT NULL,
+    mean             REAL NOT NULL,
+    max              REAL NOT NULL,
+    PRIMARY KEY (step, group_id, worker_id)
+) STRICT;
+
 CREATE TABLE IF NOT EXISTS disseminations (
     version          INTEGER NOT NULL,
     snapshot_id      TEXT NOT NULL,

@@ -24,11 +24,22 @@ from echo2.hub.database import Database
 from echo2.hub.group_book import rules_of
 from echo2.hub.inspection import describe_run
 from echo2.hub.ledger import LeasedGroup, Ledger, PostOutcome
+from echo2.hub.mismatch import recent_mismatches
 from echo2.hub.roster import Roster
 from echo2.hub.scoring import ScoringPool
 from echo2.hub.signals import Signal
 from echo2.hub.statistics import Statistics
-from echo2.protocol import Batch, GroupRollouts, Lease, LeaseAnswer, Sampling, Telemetry, TrainingGroup, WorkerWelcome
+from echo2.protocol import (
+    Batch,
+    GroupRollouts,
+    Lease,
+    LeaseAnswer,
+    LogProbDifference,
+    Sampling,
+    Telemetry,
+    TrainingGroup,
+    WorkerWelcome,
+)
 from echo2.run_directory import RunDirectory
 from echo2.tasks import PromptError, checked_prompt
 from echo2.tasks.catalog import make_task
@@ -263,10 +274,19 @@ class Hub:
             groups.append(TrainingGroup(group_id, prompt, members))
         return Batch(step, tuple(groups), self.ledger.batches.scored_means(step))
 
-    async def commit(self, step: int, metrics: dict[str, float], oldest_checkpoint: int) -> None:
-        await self.durably(self.ledger.batches.commit, step, metrics, oldest_checkpoint)
+    async def commit(
+        self, step: int, metrics: dict[str, float], oldest_checkpoint: int, differences: list[LogProbDifference]
+    ) -> list[str]:
+        """Step `step` is done; returns what is to be told of workers whose log-probabilities stand out for the first time."""
+        await self.durably(self.ledger.batches.commit, step, metrics, oldest_checkpoint, differences)
         self.leases_open.fire()
         self.groups_ready.fire()
+        suspects = [found for found in await self._look(recent_mismatches, self._view) if found.stands_out]
+        return [
+            str(found)
+            for found in suspects
+            if await self.durably(self.roster.note_once, "worker stands out", found.worker_id, str(found))
+        ]
 
     async def resume(self, version: int) -> int:
         """The learner starts from `version`; newer snapshots are taken back. Returns how many steps will be replayed."""

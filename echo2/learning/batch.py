@@ -16,7 +16,7 @@ from torch import Tensor
 
 from echo2.learning.objective import DEFAULT_OBJECTIVE, Objective
 from echo2.learning.packing import Layout, layout
-from echo2.protocol import Batch, Rollout
+from echo2.protocol import Batch, ScoredRollout, TrainingGroup
 
 PADDING_TOKEN_ID = 0
 """Any valid id serves: padding on the right is seen by no completion token."""
@@ -41,18 +41,20 @@ class MicroBatch:
     """[N] float32."""
     lengths: Tensor
     """[rows] int64: completion tokens of each sequence, in the order in which they lie in the flat arrays."""
+    origins: tuple[tuple[TrainingGroup, ScoredRollout], ...]
+    """Group and member that each sequence comes from, in that order."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Sequence:
-    prompt_token_ids: tuple[int, ...]
-    rollout: Rollout
+    group: TrainingGroup
+    member: ScoredRollout
     advantage: float
 
     @property
     def length(self) -> int:
         """Positions to compute: all tokens but the last."""
-        return len(self.prompt_token_ids) + len(self.rollout.token_ids) - 1
+        return len(self.group.prompt_token_ids) + len(self.member.rollout.token_ids) - 1
 
 
 def micro_batches(
@@ -82,10 +84,10 @@ def micro_batches(
 
 
 def _sequences(batch: Batch, objective: Objective) -> Iterator[_Sequence]:
-    for group, rollout, advantage in objective.trained_members(batch):
+    for group, member, advantage in objective.trained_members(batch):
         if not group.prompt_token_ids:
             raise ValueError(f"group {group.group_id} has an empty prompt: nothing predicts its first token")
-        yield _Sequence(group.prompt_token_ids, rollout, advantage)
+        yield _Sequence(group, member, advantage)
 
 
 def _laid_out(sequences: list[_Sequence], device: torch.device, packed: bool) -> MicroBatch:
@@ -94,11 +96,11 @@ def _laid_out(sequences: list[_Sequence], device: torch.device, packed: bool) ->
     token_ids = np.full(widths.sum(), PADDING_TOKEN_ID, np.int64)
     places = []
     for begin, sequence in zip(widths.cumsum() - widths, sequences, strict=True):
-        prompt = len(sequence.prompt_token_ids)
-        token_ids[begin : begin + prompt] = sequence.prompt_token_ids
-        token_ids[begin + prompt : begin + sequence.length] = sequence.rollout.token_ids[:-1]
+        prompt = len(sequence.group.prompt_token_ids)
+        token_ids[begin : begin + prompt] = sequence.group.prompt_token_ids
+        token_ids[begin + prompt : begin + sequence.length] = sequence.member.rollout.token_ids[:-1]
         places.append(np.arange(begin + prompt - 1, begin + sequence.length, dtype=np.int64))
-    rollouts = [sequence.rollout for sequence in sequences]
+    rollouts = [sequence.member.rollout for sequence in sequences]
     lengths = [len(rollout.token_ids) for rollout in rollouts]
     advantages = np.repeat(np.array([sequence.advantage for sequence in sequences], np.float32), lengths)
     return MicroBatch(
@@ -109,4 +111,5 @@ def _laid_out(sequences: list[_Sequence], device: torch.device, packed: bool) ->
         behaviour_log_probs=torch.from_numpy(np.concatenate([r.log_probs for r in rollouts]).astype(np.float32)).to(device),
         advantages=torch.from_numpy(advantages).to(device),
         lengths=torch.tensor(lengths).to(device),
+        origins=tuple((sequence.group, sequence.member) for sequence in sequences),
     )

@@ -21,6 +21,7 @@ from echo2.config_sections import LearnerSection
 from echo2.learning.batch import MicroBatch, micro_batches
 from echo2.learning.learner import Learner, LearnerError, batch_metrics
 from echo2.learning.log_probs import check_head, completion_log_probs, recompute_layers
+from echo2.learning.mismatch import log_prob_differences, worker_metrics
 from echo2.learning.objective import Figures, Objective, Tokens, step_metrics
 from echo2.learning.packing import enable_packing
 from echo2.learning.weight_copy import WeightCopy
@@ -90,12 +91,15 @@ class TorchLearner(Learner):
             raise LearnerError(f"step {batch.step}: the batch has {len(batch.groups)} groups but no tokens to train")
         try:
             divisor = self._objective.divisor(tokens, sequences)
-            figures = step_metrics([self._accumulate_gradients(part, divisor) for part in parts], tokens, divisor)
+            made = [self._accumulate_gradients(part, divisor) for part in parts]
+            figures = step_metrics(made, tokens, divisor)
             figures["grad_norm"] = self._step(batch.step, figures["loss"])
         finally:
             self.optimizer.zero_grad(set_to_none=True)
         self.version += 1
-        return figures | {"learning_rate": self._learning_rate(batch.step), "tokens": float(tokens)} | batch_metrics(batch)
+        self.differences = log_prob_differences(parts, [part.distances for part in made])
+        figures |= worker_metrics(self.differences) | batch_metrics(batch)
+        return figures | {"learning_rate": self._learning_rate(batch.step), "tokens": float(tokens)}
 
     def begin_export(self) -> Callable[[], bytes]:
         self.require_finite()
