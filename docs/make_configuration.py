@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from the models in echo2/config_{sections,tasks}.py: `python docs/make_configuration.py`."""
+"""Writes docs/configuration.md from the models in echo2/config_*.py: `python docs/make_configuration.py`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiv
 
 HEAD = f"""# Configuration
 
-This page is made from `echo2/config_sections.py` and `echo2/config_tasks.py` by `python docs/make_configuration.py`; edit the
-docstrings there.
+This page is made from `echo2/config_sections.py`, `echo2/config_evaluation.py` and `echo2/config_tasks.py` by
+`python docs/make_configuration.py`; edit the docstrings there.
 
 A run is made from TOML files, read left to right, and `section.key=value` overrides, which win over every file. Keys that
 are not on this page are refused. `echo2 train --dry-run` prints the resolved configuration, every key included.
@@ -27,6 +27,8 @@ Sections are checked together too:
 
 - κ ≤ S + 1, else no snapshot is fresh enough for every step;
 - `dissemination.retain_snapshots` ≥ S + κ, else a snapshot in use would be deleted;
+- `evaluation.every_steps` is a multiple of κ, else some versions that are due are never published;
+- `evaluation.samples` = 1 where `evaluation.temperature` is 0, since greedy completions are all the same;
 - `batch.members` ≥ 2 where `batch.drop_zero_variance` is true, since one member has no variance;
 - `hub.heartbeat_timeout_s` ≥ 3 · `worker.heartbeat_interval_s`;
 - `objective.loss_type = "gspo"` only with `objective.loss_agg_mode = "seq_mean_token_mean"`;

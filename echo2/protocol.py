@@ -57,6 +57,8 @@ class Lease(Wire):
     """Members still to be generated."""
     prompt_token_ids: tuple[int, ...]
     timeout_s: float
+    temperature: float | None = None
+    """Of a group that is evaluated, in place of the run's; 0 takes the most probable token. None where it is to be trained."""
 
 
 class LeaseAnswer(Wire):

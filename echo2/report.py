@@ -76,6 +76,7 @@ def summarise(config: Config, status: Mapping[str, Any], steps: Steps, observati
         "busy_share_observed_in_window": observations.utilisation,
         "busy_share_predicted": predict_busy_share(config, calibration),
         "measured_terms": calibration.figures(),
+        "evaluations": status["evaluations"],
         "trained_groups": status["groups"]["trained"],
         "groups": status["groups"],
         "wasted_tokens": status["wasted_tokens"],
@@ -126,6 +127,7 @@ def render_status(status: Mapping[str, Any]) -> str:
         f"| {w['worker_id']} | {w['version']} | {w['groups']} | {w['groups_per_s']:.2f} | {w['silent_s']:.1f} |"
         for w in status["workers"]
     ]
+    lines += _evaluation_table(status["evaluations"])
     lines += _mismatch_table(status["log_prob_differences"])
     lines += _terms_table(status["measured_terms"])
     if last:
@@ -135,6 +137,24 @@ def render_status(status: Mapping[str, Any]) -> str:
         lines += ["", "| event | subject | detail |", "|---|---|---|"]
         lines += [f"| {e['kind']} | {e['subject']} | {e['detail'][:200].replace('|', '/')} |" for e in status["events"]]
     return "\n".join(lines) + "\n"
+
+
+def _evaluation_table(evaluations: Sequence[Mapping[str, float]]) -> list[str]:
+    """What the run's evaluations gave, as lines of Markdown, with ± one standard error."""
+    hidden = ("eval/version", "eval/oldest_version", "eval/newest_version")
+    names = [name for name in (evaluations[-1] if evaluations else ()) if name not in hidden and not name.endswith("_stderr")]
+
+    def cell(figures: Mapping[str, float], name: str) -> str:
+        error = figures.get(f"{name.removesuffix('_mean')}_stderr")
+        return "–" if name not in figures else f"{figures[name]:.4g}" + ("" if error is None else f" ± {error:.2g}")
+
+    def made_by(figures: Mapping[str, float]) -> str:
+        span = sorted({figures[name] for name in hidden[1:] if name in figures})
+        return " … ".join(f"{version:.0f}" for version in span) or "–"
+
+    rows = [f"| {' | '.join([f'{e[hidden[0]]:.0f}', made_by(e), *(cell(e, name) for name in names)])} |" for e in evaluations]
+    heads = ["evaluation of version", "made by versions", *(name.removeprefix("eval/") for name in names)]
+    return ["", f"| {' | '.join(heads)} |", "|" + "---|" * len(heads), *rows] if rows else []
 
 
 def _mismatch_table(workers: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -51,11 +51,13 @@ def train_segment(session: Session, watch: CapacityWatch) -> None:
         with stopwatch.waiting():
             batch = hub.take_batch(step, session.check_supply)
         metrics = learner_step(learner, quote(batch))
-        if learner.version % config.staleness.publish_interval == 0:
+        ended = learner.version == config.run.steps
+        if learner.version % config.staleness.publish_interval == 0 or (ended and config.evaluation.every_steps):
             metrics |= dissemination.publish()
-        if learner.version == config.run.steps:
-            session.fleet.let_go()
         metrics |= stopwatch.lap() | watch.metrics
+        if ended:
+            metrics |= last_evaluation(session)
+            session.fleet.let_go()
         for warning in hub.commit(step, metrics, session.oldest_checkpoint, learner.differences):
             log.warning("%s", warning)
         session.trackers.log(step, metrics)
@@ -71,6 +73,17 @@ def learner_step(learner: Learner, batch: Batch) -> dict[str, float]:
     metrics = learner.train_step(batch)
     del metrics["reward"]
     return scored_metrics(batch) | metrics
+
+
+def last_evaluation(session: Session) -> dict[str, float]:
+    """The figures of the run's last version, for which its workers stay; empty without evaluations, or if asked to stop."""
+    if not session.config.evaluation.every_steps:
+        return {}
+    try:
+        return session.hub.take_evaluation(session.learner.version, session.check_supply)
+    except Stopped:
+        log.warning("the run's last version is not evaluated, since the run was asked to stop")
+        return {}
 
 
 def scored_metrics(batch: Batch) -> dict[str, float]:

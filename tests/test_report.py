@@ -23,6 +23,7 @@ STATUS = {
     "rollouts_per_s": 10.0,
     "workers": [],
     "log_prob_differences": [],
+    "evaluations": [],
     "last_step": {},
     "measured_terms": {
         "accepted_share": {"value": 0.5176, "low": 0.5, "high": 0.53, "count": 9},

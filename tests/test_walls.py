@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from echo2 import config_sections, config_tasks
+from echo2 import config_evaluation, config_sections, config_tasks
 
 REPOSITORY = Path(__file__).parent.parent
 PACKAGES = ("echo2", "flows", "clouds")
@@ -17,6 +17,7 @@ FILES = sorted(file for folder in PACKAGES for file in (REPOSITORY / folder).rgl
 READ_FILES = [*FILES, *sorted(file for folder in ("tests", "docs", "examples") for file in (REPOSITORY / folder).rglob("*.py"))]
 MODULES = {file: ast.parse(file.read_text(encoding="utf-8")) for file in READ_FILES}
 
+CONFIGURATION = ("config.py", "config_base.py", "config_sections.py", "config_evaluation.py", "config_tasks.py")
 LONGEST_FILE = 400
 LONGEST_FUNCTION = 50
 TRACKERS = {"tensorboard", "wandb"}
@@ -78,8 +79,7 @@ def test_only_the_train_command_reaches_from_echo2_into_flows():
 def test_capacity_and_configuration_are_pure():
     outside = HEAVY | {"tenacity", "safetensors", "tokenizers", "blake3", "socket", "subprocess", "sqlite3", "threading"}
     assert breaches("echo2/capacity", outside) == []
-    assert breaches("echo2/config.py", outside - {"pydantic"}) == []
-    for file in ("config_base.py", "config_sections.py", "config_tasks.py"):
+    for file in CONFIGURATION:
         assert breaches(f"echo2/{file}", outside - {"pydantic"}) == []
 
 
@@ -162,11 +162,8 @@ def test_every_module_says_what_it_is():
 
 
 def test_every_setting_is_used():
-    source = "\n".join(
-        file.read_text(encoding="utf-8")
-        for file in FILES
-        if file.name not in ("config.py", "config_sections.py", "config_tasks.py")
-    )
-    kinds = [kind for kind in (vars(config_sections) | vars(config_tasks)).values() if isinstance(kind, type)]
+    source = "\n".join(file.read_text(encoding="utf-8") for file in FILES if file.name not in CONFIGURATION)
+    modules = (config_sections, config_evaluation, config_tasks)
+    kinds = [kind for module in modules for kind in vars(module).values() if isinstance(kind, type)]
     fields = {field for kind in kinds if issubclass(kind, config_sections.Section) for field in kind.model_fields} - {"type"}
     assert sorted(field for field in fields if not re.search(rf"\.{field}\b", source)) == []

@@ -238,6 +238,11 @@ def _add_learner_routes(app: FastAPI) -> None:
     async def commit(request: Request, step: int, done: StepCommit) -> dict[str, Any]:
         return {"warnings": await _hub(request).commit(step, done.metrics, done.oldest_checkpoint, done.differences)}
 
+    @app.get("/v1/evaluations/{version}")
+    async def evaluation(request: Request, version: int, wait_s: Wait = 0.0) -> Response:
+        figures = await _hub(request).evaluation(version, wait_s)
+        return Response(status_code=204) if figures is None else JSONResponse(figures)
+
     @app.post("/v1/resume")
     async def resume(request: Request, wanted: ResumeRequest) -> dict[str, Any]:
         return {"replayed_steps": await _hub(request).resume(wanted.version)}

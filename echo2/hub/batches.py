@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from echo2.errors import UserError
+from echo2.hub.evaluations import Evaluations
 from echo2.hub.group_book import GroupBook
 from echo2.protocol import LogProbDifference
 
@@ -19,8 +20,9 @@ from echo2.protocol import LogProbDifference
 class Batches:
     """Which groups train at which step."""
 
-    def __init__(self, book: GroupBook) -> None:
+    def __init__(self, book: GroupBook, evaluations: Evaluations) -> None:
         self._book = book
+        self._evaluations = evaluations
         self._db = book.db
 
     def assign(self, step: int) -> list[int] | None:
@@ -45,15 +47,20 @@ class Batches:
                 return None
             self._db.executemany("UPDATE groups SET step = ? WHERE group_id = ?", [(step, r["group_id"]) for r in rows])
             self._db.execute("UPDATE groups SET step = ? WHERE state = 'filtered' AND step IS NULL", (step,))
+            self._evaluations.tell(step)
         return self._assigned(step)
 
     def scored_means(self, step: int) -> dict[str, float]:
-        """Means over every group scored for `step`, the filtered ones included, and how many there were."""
+        """Means over every group scored for `step`, the filtered ones included, and how many there were.
+
+        With the figures of the evaluation that is told at this step, if there is one.
+        """
         rows = self._db.rows("SELECT state, scores FROM groups WHERE step = ? AND scores IS NOT NULL", step)
         scores = [json.loads(r["scores"]) for r in rows]
         names = {name for s in scores for name in s}
         means = {name: statistics.fmean(s[name] for s in scores if name in s) for name in sorted(names)}
-        return means | {"groups": len(rows), "filtered": sum(r["state"] == "filtered" for r in rows)}
+        counts = {"groups": len(rows), "filtered": sum(r["state"] == "filtered" for r in rows)}
+        return means | counts | self._evaluations.told(step)
 
     def commit(
         self,
@@ -101,6 +108,7 @@ class Batches:
             self._db.execute("UPDATE groups SET state = 'ready' WHERE state = 'trained' AND step >= ?", (version,))
             self._db.execute("DELETE FROM steps WHERE step >= ?", (version,))
             self._db.execute("DELETE FROM log_prob_differences WHERE step >= ?", (version,))
+            self._evaluations.resume(version)
         return ahead
 
     def _assigned(self, step: int) -> list[int]:

@@ -178,6 +178,14 @@ class HubClient:
         }
         return self._json("POST", f"/v1/steps/{step}", done)["warnings"]
 
+    def take_evaluation(self, version: int, keep_waiting: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """The figures of the evaluation of `version`, once it ends; `keep_waiting` as with `take_batch`."""
+        while True:
+            answer = self._request("GET", f"/v1/evaluations/{version}", params={"wait_s": BATCH_POLL_S}, extra_s=BATCH_POLL_S)
+            if answer.status_code == 200:
+                return answer.json()
+            keep_waiting()
+
     def resume(self, version: int) -> int:
         return self._json("POST", "/v1/resume", {"version": version})["replayed_steps"]
 

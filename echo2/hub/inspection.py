@@ -91,6 +91,7 @@ def describe_run(run: RunRecord, database: Database) -> dict[str, Any]:
         "log_prob_differences": [asdict(found) for found in recent_mismatches(database)],
         "versions_disseminated": statistics.versions_loaded(),
         "last_step": statistics.last_metrics(),
+        "evaluations": statistics.evaluations(),
         "measured_terms": calibrate(statistics.observations(_silence_s(run))).figures(),
         "cost_usd": roster.cost_usd(),
         "events": statistics.events(),

@@ -25,6 +25,7 @@ from echo2.hub.group_book import rules_of
 from echo2.hub.inspection import describe_run
 from echo2.hub.ledger import LeasedGroup, Ledger, PostOutcome
 from echo2.hub.mismatch import recent_mismatches
+from echo2.hub.prompts import Prompts
 from echo2.hub.roster import Roster
 from echo2.hub.scoring import ScoringPool
 from echo2.hub.signals import Signal
@@ -35,16 +36,12 @@ from echo2.protocol import (
     Lease,
     LeaseAnswer,
     LogProbDifference,
-    Sampling,
     Telemetry,
     TrainingGroup,
     WorkerWelcome,
 )
 from echo2.run_directory import RunDirectory
-from echo2.tasks import PromptError, checked_prompt
-from echo2.tasks.catalog import make_task
-from echo2.tasks.order import prompt_index
-from echo2.tasks.tokenizer import check_agreement, load_tokenizer
+from echo2.tasks import PromptError
 
 log = logging.getLogger(__name__)
 SWEEP_INTERVAL_S = 0.5
@@ -66,15 +63,7 @@ class Hub:
         self._view = Database(run.ledger, run.run_id)
         self._view_thread = ThreadPoolExecutor(1, thread_name_prefix="view")
         self.store = SnapshotStore(run.snapshots, run.run_id, run.token)
-        self._task = make_task(config.task, config.run.seed)
-        self._tokenizer = load_tokenizer(run.model)
-        check_agreement(self._task, self._tokenizer)
-        self.sampling = Sampling(
-            temperature=config.sampling.temperature,
-            max_completion_tokens=config.sampling.max_completion_tokens,
-            stop_token_ids=tuple(self._tokenizer.eos_token_ids),
-            seed=config.run.seed,
-        )
+        self._prompts = Prompts(run)
         self._scoring = ScoringPool(
             config.task, config.run.seed, run.model, config.hub.scoring_processes, config.hub.scoring_timeout_s
         )
@@ -82,6 +71,7 @@ class Hub:
         self.groups_ready = Signal()
         self.snapshot_announced = Signal()
         self.snapshot_loaded = Signal()
+        self.evaluation_ended = Signal()
         self._to_score: asyncio.Queue[int] = asyncio.Queue()
         self._chores: list[asyncio.Task[None]] = []
         self._broadcaster: Broadcaster | None = None
@@ -131,7 +121,8 @@ class Hub:
 
     def release_waiters(self) -> None:
         """The hub is about to stop: answer every long-poll now."""
-        for waited_for in (self.leases_open, self.groups_ready, self.snapshot_announced, self.snapshot_loaded):
+        waits = (self.leases_open, self.groups_ready, self.snapshot_announced, self.snapshot_loaded, self.evaluation_ended)
+        for waited_for in waits:
             waited_for.close()
 
     async def stop(self) -> None:
@@ -160,7 +151,7 @@ class Hub:
         return WorkerWelcome(
             worker_id=worker_id,
             run_id=self.run.run_id,
-            sampling=self.sampling,
+            sampling=self._prompts.sampling,
             config=self.run.config.model_dump(mode="json"),
             broadcast_port=self._broadcaster.port if self._broadcaster else None,
         )
@@ -192,7 +183,7 @@ class Hub:
         leases = []
         for group in leased:
             try:
-                prompt = self._prompt_token_ids(group.group_id)
+                prompt = self._prompts.token_ids_of(group.group_id)
             except PromptError as error:
                 await self.durably(self.ledger.fail, group.group_id, str(error))
                 await self.durably(self.roster.note, "prompt failed", f"group {group.group_id}", str(error))
@@ -204,6 +195,7 @@ class Hub:
                     members=group.members,
                     prompt_token_ids=prompt,
                     timeout_s=config.hub.lease_timeout_s,
+                    temperature=self._prompts.temperature_of(group.group_id),
                 )
             )
         return LeaseAnswer(leases=tuple(leases), ended=ended)
@@ -228,12 +220,6 @@ class Hub:
         await self.durably(self.roster.leave, worker_id)
         await self._reopen_leases(worker_id)
         self.snapshot_loaded.fire()
-
-    def prompt_of(self, group_id: int) -> int:
-        return prompt_index(group_id, self._task.size, self.run.config.run.seed)
-
-    def _prompt_token_ids(self, group_id: int) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode(checked_prompt(self._task, self.prompt_of(group_id))))
 
     async def _lease_now(self, worker_id: str, limit: int) -> list[LeasedGroup]:
         def lease() -> list[LeasedGroup]:
@@ -269,7 +255,7 @@ class Hub:
             return None
         groups = []
         for group_id in assigned:
-            prompt = self._prompt_token_ids(group_id)
+            prompt = self._prompts.token_ids_of(group_id)
             members = tuple(m for m in self.ledger.rollouts_of(group_id) if m.reward == m.reward)
             groups.append(TrainingGroup(group_id, prompt, members))
         return Batch(step, tuple(groups), self.ledger.batches.scored_means(step))
@@ -288,6 +274,10 @@ class Hub:
             if await self.durably(self.roster.note_once, "worker stands out", found.worker_id, str(found))
         ]
 
+    async def evaluation(self, version: int, wait_s: float) -> dict[str, float] | None:
+        """The figures of the evaluation of `version`; None if it does not end within `wait_s`."""
+        return await self.evaluation_ended.poll(lambda: self.durably(self.ledger.evaluations.take, version), wait_s)
+
     async def resume(self, version: int) -> int:
         """The learner starts from `version`; newer snapshots are taken back. Returns how many steps will be replayed."""
         replayed = await self.durably(self.ledger.batches.resume, version)
@@ -298,11 +288,15 @@ class Hub:
     async def announce(self, version: int) -> Manifest:
         """A snapshot lies in the store: tell whoever waits. Raises SnapshotError if it does not."""
         manifest = self.store.manifest(version)
-        await self.durably(self.ledger.announce, version)
+        overtaken = await self.durably(self.ledger.announce, version)
+        if overtaken is not None:
+            told = f"it was not done when that of version {version} was due: raise evaluation.every_steps, or lower .prompts"
+            await self.durably(self.roster.note, "evaluation cut short", f"version {overtaken}", told)
         self.store.sweep(self.run.config.dissemination.retain_snapshots)
         if self._broadcaster is not None:
             self._broadcaster.announce(version)
         self.snapshot_announced.fire()
+        self.leases_open.fire()
         return manifest
 
     async def snapshot_route(self, held_id: str | None, wait_s: float) -> tuple[Manifest, ...]:
@@ -354,15 +348,21 @@ class Hub:
                 self.snapshot_loaded.fire()
             if await self.durably(self.ledger.reopen_overdue):
                 self.leases_open.fire()
+            await self._settle_evaluation()
+
+    async def _settle_evaluation(self) -> None:
+        if await self.durably(self.ledger.evaluations.settle):
+            self.evaluation_ended.fire()
 
     async def _score_groups(self) -> None:
         while True:
             group_id = await self._to_score.get()
             members = await self.durably(self.ledger.rollouts_of, group_id)
-            scores = await self._scoring.score(self.prompt_of(group_id), [m.rollout for m in members])
+            scores = await self._scoring.score(self._prompts.index_of(group_id), [m.rollout for m in members])
             reasons = {str(s.member): s.reason for s in scores if s.reward is None}
             if reasons:
                 await self.durably(self.roster.note, "scoring failed", f"group {group_id}", reasons)
             await self.durably(self.ledger.record_scores, group_id, scores)
+            await self._settle_evaluation()
             self.groups_ready.fire()
             self.leases_open.fire()
