@@ -16,7 +16,6 @@ from echo2.config_evaluation import EvaluationSection
 from echo2.hub.database import Database
 from echo2.protocol import BodyError, GroupRollouts, encode_rollout
 
-
 NO_EVALUATION = EvaluationSection()
 
 
