@@ -11,9 +11,9 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
+from echo2.capacity.offers import Offer
 from echo2.errors import UserError
 from echo2.hub.client import HubClient
 
@@ -21,14 +21,6 @@ log = logging.getLogger(__name__)
 EARLY_DEATH_S = 30.0
 HOPELESS_DEATHS = 4
 LONGEST_BACKOFF_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """Something that a worker can run on."""
-
-    name: str
-    price_usd_per_hour: float
 
 
 class WorkerBackend(ABC):

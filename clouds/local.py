@@ -12,7 +12,8 @@ import sys
 import time
 from pathlib import Path
 
-from clouds.fleet import Offer, WorkerBackend
+from clouds.fleet import WorkerBackend
+from echo2.capacity.offers import Offer
 from echo2.logs import ending_of
 
 

@@ -12,12 +12,19 @@ from echo2.config import Config
 from echo2.run_directory import FIXED_SECTIONS
 
 TARGET = Path(__file__).with_name("configuration.md")
-KINDS = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false", "object": "table"}
+KINDS = {
+    "integer": "whole number",
+    "number": "number",
+    "string": "text",
+    "boolean": "true or false",
+    "object": "table",
+    "array": "tables",
+}
 LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 HEAD = f"""# Configuration
 
-This page is made from `echo2/config_sections.py`, `echo2/config_evaluation.py` and `echo2/config_tasks.py` by
+This page is made from the sections in `echo2/config_sections.py` and the modules beside it by
 `python docs/make_configuration.py`; edit the docstrings there.
 
 A run is made from TOML files, read left to right, and `section.key=value` overrides, which win over every file. Keys that
@@ -46,33 +53,62 @@ def render() -> str:
     parts = [HEAD]
     for name, section in schema["properties"].items():
         references = section.get("oneOf", [section])
-        models = [schema["$defs"][reference["$ref"].rsplit("/", 1)[-1]] for reference in references]
+        models = [schema["$defs"][_referred(reference)] for reference in references]
         if len(models) > 1:
             parts.append(f"## [{name}]\n\nOne of {len(models)} kinds, chosen by `type`.\n")
         parts += [_section(name, model, nested=len(models) > 1) for model in models]
+        for key, field in models[0]["properties"].items():
+            if "$ref" in field:
+                parts.append(_section(f"{name}.{key}", schema["$defs"][_referred(field)], nested=False))
+            elif "$ref" in field.get("items", {}):
+                parts.append(_table(f"[[{name}.{key}]]", schema["$defs"][_referred(field["items"])]))
     return "\n".join(parts)
+
+
+def _referred(reference: Mapping[str, Any]) -> str:
+    return reference["$ref"].rsplit("/", 1)[-1]
 
 
 def _section(name: str, model: Mapping[str, Any], nested: bool) -> str:
     title = f'### [{name}] type = "{model["properties"]["type"]["const"]}"' if nested else f"## [{name}]"
+    return _described(title, model)
+
+
+def _table(name: str, model: Mapping[str, Any]) -> str:
+    return _described(f"### {name}", model)
+
+
+def _described(title: str, model: Mapping[str, Any]) -> str:
     rows = "\n".join("| " + " | ".join(row) + " |" for row in _rows(model["properties"]))
     return f"{title}\n\n{model['description']}\n\n| key | value | default | meaning |\n|---|---|---|---|\n{rows}\n"
 
 
 def _rows(fields: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
     for name, field in fields.items():
-        default = f"`{_toml(field['default'])}`" if "default" in field else "to be given"
+        if "$ref" in field:
+            continue
+        default = _default(field)
         yield f"`{name}`", _values(field), default, field["description"].replace("\n", " ").replace("|", "\\|")
+
+
+def _default(field: Mapping[str, Any]) -> str:
+    if "default" not in field:
+        return "to be given"
+    return "left out" if field["default"] is None else f"`{_toml(field['default'])}`"
 
 
 def _values(field: Mapping[str, Any]) -> str:
     """What a field may be, in words."""
+    if "anyOf" in field:
+        return _values(next(kind for kind in field["anyOf"] if kind["type"] != "null"))
     if "const" in field:
         return f"`{_toml(field['const'])}`"
     if "enum" in field:
         return " or ".join(f"`{_toml(value)}`" for value in field["enum"])
     if field.get("format") == "path":
         return "path"
+    if field["type"] == "array" and "type" in field["items"]:
+        return f"list of {KINDS[field['items']['type']]}"
     limits = [f"{sign} {field[limit]:.12g}" for limit, sign in LIMITS.items() if limit in field]
     pattern = [f"matching `{field['pattern']}`".replace("|", "\\|")] if "pattern" in field else []
     return " ".join([KINDS[field["type"]], ", ".join(limits), *pattern]).replace("  ", " ").strip()

@@ -23,6 +23,7 @@ from echo2.errors import UserError
 
 if TYPE_CHECKING:
     from echo2.capacity.plan import Plan
+    from echo2.capacity.terms import Terms
 
 # Whether a run may be read is said in one line when it is, not by click with the usage.
 RUN_PATH = click.Path(path_type=Path, readable=False)
@@ -38,17 +39,24 @@ def echo2() -> None:
 @echo2.command(epilog=OVERRIDES_HELP)
 @click.argument("settings", nargs=-1, metavar="[CONFIG]… [SECTION.KEY=VALUE]…")
 @click.option("--from-run", "run", type=RUN_PATH, help="Take the terms that the run in this directory measured.")
+@click.option("--catalog", metavar="DIR", help="Choose machines from the SkyPilot catalog in this folder.")
 @click.option("--plot", "plot_target", metavar="FILE", help="Draw utilisation against pool, S and D (.png).")
-def plan(settings: tuple[str, ...], run: Path | None, plot_target: str | None) -> None:
+def plan(settings: tuple[str, ...], run: Path | None, catalog: str | None, plot_target: str | None) -> None:
     """Predict step time, learner utilisation, what binds, and the throughput that the learner needs.
 
-    With --from-run the configuration is the run's own, unless a CONFIG is given.
+    With --from-run the configuration is the run's own, unless a CONFIG is given. With --catalog, or activation.catalog, also
+    which machines of which clouds give that throughput at the least cost.
     """
     from echo2.capacity.plan import make_plan, render_plan
 
     plot_file = None if plot_target is None else _checked_plot_file(plot_target)
-    made = make_plan(_load(settings)) if run is None else _plan_from(run, settings)
+    if catalog is not None:
+        settings = (*settings, f"activation.catalog={json.dumps(catalog)}")
+    config, terms = (_load(settings), None) if run is None else _measured_terms(run, settings)
+    made = make_plan(config, terms)
     click.echo(render_plan(made))
+    if config.activation.catalog:
+        click.echo(f"\n{_machines(config, made, run)}")
     if plot_file is not None:
         _write_plot(made, plot_file)
         click.echo(f"\nUtilisation against pool, S and D is drawn in {plot_file}")
@@ -111,10 +119,9 @@ def status(run: Path, as_json: bool) -> None:
     click.echo(json.dumps(found, indent=2) if as_json else render_status(found), nl=False)
 
 
-def _plan_from(path: Path, settings: tuple[str, ...]) -> Plan:
-    """The plan from what the run in `path` measured; raises UserError where there is no run or it has not measured a term."""
+def _measured_terms(path: Path, settings: tuple[str, ...]) -> tuple[Any, Terms]:
+    """What the run in `path` measured, and the configuration to plan with; raises UserError where a term was not measured."""
     from echo2.capacity.calibration import calibrate
-    from echo2.capacity.plan import make_plan
     from echo2.capacity.terms import what_if
     from echo2.config import override
     from echo2.hub.inspection import observe_run
@@ -127,7 +134,21 @@ def _plan_from(path: Path, settings: tuple[str, ...]) -> Plan:
     given = {setting.partition("=")[0].strip() for setting in settings}
     if not (named or "fleet.workers" in given) or not config.fleet.workers:
         config = override(config, [f"fleet.workers={terms.workers}"])
-    return make_plan(config, what_if(terms, measured.config, config, given))
+    return config, what_if(terms, measured.config, config, given)
+
+
+def _machines(config: Any, made: Plan, run: Path | None) -> str:
+    """Which machines to rent, as text; raises UserError where the catalog or the model cannot be used."""
+    from clouds.renting import NOTHING_MEASURED, Measured, choose_machines
+    from clouds.renting_text import render_renting
+    from echo2.hub.inspection import rentals_of, snapshot_bytes_of
+    from echo2.run_directory import read_run
+
+    measured = NOTHING_MEASURED
+    if run is not None:
+        record = read_run(run)
+        measured = Measured(str(run), rentals_of(record), snapshot_bytes_of(record))
+    return render_renting(choose_machines(config, made, measured))
 
 
 def _checked_plot_file(target: str) -> Path:

@@ -58,9 +58,10 @@ def train_segment(session: Session, watch: CapacityWatch) -> None:
         if ended:
             metrics |= last_evaluation(session)
             session.fleet.let_go()
-        for warning in hub.commit(step, metrics, session.oldest_checkpoint, learner.differences):
+        for warning in hub.commit(step, metrics, session.checkpoints.oldest, learner.differences):
             log.warning("%s", warning)
         session.trackers.log(step, metrics)
+        session.checkpoints.observe(metrics)
         # After the commit, so that no checkpoint is ever ahead of the ledger.
         if learner.version % config.learner.checkpoint_interval == 0 or learner.version == last:
             session.checkpoint()

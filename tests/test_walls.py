@@ -9,20 +9,27 @@ from pathlib import Path
 
 import pytest
 
-from echo2 import config_evaluation, config_sections, config_tasks
+from echo2 import config_activation, config_evaluation, config_learner, config_sections, config_tasks
 
 REPOSITORY = Path(__file__).parent.parent
 PACKAGES = ("echo2", "flows", "clouds")
+CONFIG_MODULES = (
+    "config_activation.py",
+    "config_base.py",
+    "config_evaluation.py",
+    "config_learner.py",
+    "config_sections.py",
+    "config_tasks.py",
+)
 FILES = sorted(file for folder in PACKAGES for file in (REPOSITORY / folder).rglob("*.py"))
 READ_FILES = [*FILES, *sorted(file for folder in ("tests", "docs", "examples") for file in (REPOSITORY / folder).rglob("*.py"))]
 MODULES = {file: ast.parse(file.read_text(encoding="utf-8")) for file in READ_FILES}
 
-CONFIGURATION = ("config.py", "config_base.py", "config_sections.py", "config_evaluation.py", "config_tasks.py")
 LONGEST_FILE = 400
 LONGEST_FUNCTION = 50
 TRACKERS = {"tensorboard", "wandb"}
 HEAVY = {"torch", "transformers", "numpy", "httpx", "fastapi", "uvicorn", "pydantic", "prefect", "sky", "matplotlib", "pebble"}
-HEAVY |= TRACKERS
+HEAVY |= TRACKERS | {"pandas"}
 HUB_ONLY = {"fastapi", "starlette", "uvicorn", "pebble", "prometheus_client"}
 LEARNER_ONLY = HUB_ONLY | TRACKERS | {"prefect", "sky", "matplotlib", "flows", "clouds"}
 
@@ -66,20 +73,23 @@ def loaded_by(code):
 
 
 def test_imports_go_from_flows_to_clouds_to_echo2_and_never_back():
-    assert breaches("echo2", {"prefect", "sky", "clouds"}) == []
+    assert breaches("echo2", {"prefect", "sky"}) == []
     assert breaches("clouds", {"prefect", "flows"}) == []
 
 
-def test_only_the_train_command_reaches_from_echo2_into_flows():
-    assert [breach.split(":")[0] for breach in breaches("echo2", {"flows"})] == ["echo2/cli.py"]
-    train = next(node for node in MODULES[REPOSITORY / "echo2/cli.py"].body if getattr(node, "name", "") == "train")
-    assert any(isinstance(node, ast.ImportFrom) and node.module == "flows.run" for node in ast.walk(train))
+@pytest.mark.parametrize(("function", "module"), [("train", "flows.run"), ("_machines", "clouds.renting")])
+def test_only_two_commands_reach_from_echo2_into_flows_and_clouds(function, module):
+    package = module.split(".")[0]
+    assert [breach.split(":")[0] for breach in breaches("echo2", {package})] == ["echo2/cli.py"]
+    door = next(node for node in MODULES[REPOSITORY / "echo2/cli.py"].body if getattr(node, "name", "") == function)
+    assert any(isinstance(node, ast.ImportFrom) and node.module == module for node in ast.walk(door))
 
 
 def test_capacity_and_configuration_are_pure():
     outside = HEAVY | {"tenacity", "safetensors", "tokenizers", "blake3", "socket", "subprocess", "sqlite3", "threading"}
     assert breaches("echo2/capacity", outside) == []
-    for file in CONFIGURATION:
+    assert breaches("echo2/config.py", outside - {"pydantic"}) == []
+    for file in CONFIG_MODULES:
         assert breaches(f"echo2/{file}", outside - {"pydantic"}) == []
 
 
@@ -118,7 +128,12 @@ def test_help_is_shown_before_anything_heavy_is_loaded(arguments):
 
 def test_a_plan_needs_neither_torch_nor_a_network_library():
     loaded = loaded_by("import sys; sys.argv[1:] = ['plan']\nfrom echo2.cli import main; main()")
-    assert loaded & (HEAVY - {"pydantic"}) == set()
+    assert loaded & (HEAVY - {"pydantic"} | {"scipy", "clouds"}) == set()
+
+
+def test_choosing_machines_loads_its_solver_only_when_it_solves():
+    loaded = loaded_by("import echo2.capacity.activation, clouds.renting_text")
+    assert loaded & (HEAVY - {"pydantic"} | {"scipy"}) == set()
 
 
 def test_files_are_short():
@@ -162,8 +177,8 @@ def test_every_module_says_what_it_is():
 
 
 def test_every_setting_is_used():
-    source = "\n".join(file.read_text(encoding="utf-8") for file in FILES if file.name not in CONFIGURATION)
-    modules = (config_sections, config_evaluation, config_tasks)
+    source = "\n".join(file.read_text(encoding="utf-8") for file in FILES if file.name not in ("config.py", *CONFIG_MODULES))
+    modules = (config_activation, config_evaluation, config_learner, config_sections, config_tasks)
     kinds = [kind for module in modules for kind in vars(module).values() if isinstance(kind, type)]
     fields = {field for kind in kinds if issubclass(kind, config_sections.Section) for field in kind.model_fields} - {"type"}
     assert sorted(field for field in fields if not re.search(rf"\.{field}\b", source)) == []

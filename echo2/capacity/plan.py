@@ -6,18 +6,19 @@ it; throughputs are groups per second; a plan that cannot reach its target says 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from echo2.capacity.dials import Dial, dials
+from echo2.capacity.dials import Dial, Outlook, Situation, dials, outlooks
 from echo2.capacity.latencies import Latency
 from echo2.capacity.model import Condition, Links, Prediction, SerialRule, Workload, ceiling, required_throughput, serial_rule
 from echo2.capacity.pool import PoolUnit
 from echo2.capacity.provisioning import Provision, intervals_worth_trying, provision, simulate_pool
 from echo2.capacity.simulation import SimulationResult
 from echo2.capacity.slow_end import least_integer, predict_pool, reaches, slow_end_latency_s
+from echo2.capacity.tables import duration, number, percent, quantity, table
 from echo2.capacity.terms import Terms, estimate_terms
+from echo2.capacity.transfer import transfer_of
 
 if TYPE_CHECKING:
     from echo2.config import Config
@@ -34,6 +35,10 @@ MOST_BOUND = 64
 
 BOUNDS_TRIED = 4
 """S, from the closed form's on, that the twin is asked about."""
+
+
+ROUNDS = 4
+"""How often the workers that the target needs are counted anew, since more of them may make D longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,8 @@ class Plan:
     in_calls: bool
     """Whether workers generate in calls."""
     dials: tuple[Dial, ...]
+    outlooks: tuple[Outlook, ...]
+    """The first one as planned; none where it is not known what travels on which links."""
     serial: SerialRule
     serial_prediction: Prediction | None
     """What the closed form says of the serial rule's own κ and μ; None where no pool satisfies that rule."""
@@ -86,7 +93,7 @@ class Plan:
 
     def workers_for(self, groups_per_s: float) -> int:
         """Workers that complete so many groups per second, each as fast as the planned ones are on average."""
-        return max(1, ceiling(groups_per_s * self.terms.workers / self.terms.groups_per_s))
+        return _workers_for(self.terms, groups_per_s)
 
 
 def make_plan(config: Config, terms: Terms | None = None) -> Plan:
@@ -95,38 +102,61 @@ def make_plan(config: Config, terms: Terms | None = None) -> Plan:
     Raises UserError where a term is impossible. Without workers in the configuration, the plan takes what the target needs.
     """
     workers_chosen = terms is None and config.fleet.workers == 0
-    terms = terms or estimate_terms(config, config.fleet.workers or 1)
+    if terms is None:
+        terms = _terms_for_target(config) if workers_chosen else estimate_terms(config, config.fleet.workers)
     workload, links, latency, target = terms.workload(config), terms.links, terms.latency, config.capacity.target_utilisation
     unit = terms.unit(config)
     configured = provision(workload, links, target, latency=latency, publish_intervals=[workload.publish_interval], unit=unit)
-    if workers_chosen:
-        terms = terms.with_workers(max(1, ceiling(configured.groups_per_s / terms.groups_per_s)))
     best = provision(workload, links, target, latency=latency, unit=unit)
     serial = serial_rule(workload, links)
     serial_prediction = None
     if serial.groups_per_s is not None:
         at_serial = replace(workload, publish_interval=serial.publish_interval)
         serial_prediction = predict_pool(at_serial, links, serial.groups_per_s * latency.mean_s, latency)
+    now = Situation(workload, links, terms.slots, latency)
     return Plan(
         run_name=config.run.name,
         steps=config.run.steps,
         terms=terms,
         workload=workload,
         links=links,
-        prediction=predict_pool(workload, links, terms.slots, latency),
+        prediction=now.predict(),
         simulated=simulate_pool(workload, links, terms.slots, latency, unit),
         slow_end_s=slow_end_latency_s(latency, workload.groups_per_batch, terms.slots, workload.accepted_share),
         target_utilisation=target,
         best=best,
         configured=configured,
         in_calls=unit.in_calls,
-        dials=dials(workload, links, terms.slots, latency, target),
+        dials=dials(now, target),
+        outlooks=outlooks(now, transfer_of(config, terms.links_seen), terms.workers),
         serial=serial,
         serial_prediction=serial_prediction,
         together=None if best.reachable else _least_bound(workload, links, target, latency, unit),
         workers_chosen=workers_chosen,
         worker_price_usd_per_hour=config.fleet.price_usd_per_hour,
     )
+
+
+def _terms_for_target(config: Config) -> Terms:
+    """Estimates for as many workers as the target needs at the configured κ."""
+    terms = estimate_terms(config, 1)
+    for _ in range(ROUNDS):
+        pool = provision(
+            terms.workload(config),
+            terms.links,
+            config.capacity.target_utilisation,
+            latency=terms.latency,
+            publish_intervals=[config.staleness.publish_interval],
+            unit=terms.unit(config),
+        )
+        former, terms = terms, estimate_terms(config, _workers_for(terms, pool.groups_per_s))
+        if terms.links == former.links:
+            break
+    return terms
+
+
+def _workers_for(terms: Terms, groups_per_s: float) -> int:
+    return max(1, ceiling(groups_per_s * terms.workers / terms.groups_per_s))
 
 
 def _least_bound(
@@ -156,74 +186,77 @@ def render_plan(plan: Plan) -> str:
         f"S = {workload.staleness_bound}, κ = {workload.publish_interval}"
     )
     sections = (
-        _table(("term", "value", "source"), _term_rows(plan)),
-        _table(("prediction", "value", ""), _prediction_rows(plan)),
-        _table(
+        table(("term", "value", "source"), _term_rows(plan)),
+        table(("prediction", "value", ""), _prediction_rows(plan)),
+        table(
             ("condition", "needed", "available", "slack", "step time alone"),
             map(_condition_row, plan.prediction.conditions[1:]),
         )
         + f"\n{_condition_note(plan)}",
-        _table(
-            ("dial", "now", f"for {_percent(plan.target_utilisation)} utilisation, all else equal, by the closed form"),
+        table(
+            ("dial", "now", f"for {percent(plan.target_utilisation)} utilisation, all else equal, by the closed form"),
             [_dial_row(dial, plan) for dial in plan.dials],
         )
         + _together_note(plan),
-        _table(("rule", "κ", "groups/s", "workers", "utilisation"), _rule_rows(plan)),
+        *(
+            [table(("dissemination", "D_tx", "D", "utilisation, by the closed form"), map(_outlook_row, plan.outlooks))]
+            if plan.outlooks
+            else []
+        ),
+        table(("rule", "κ", "groups/s", "workers", "utilisation"), _rule_rows(plan)),
     )
     return "\n\n".join((head, *sections))
 
 
 def _term_rows(plan: Plan) -> list[tuple[str, ...]]:
     terms, source = plan.terms, plan.terms.provenance
-    cv = _number(terms.latency.cv)
+    cv = number(terms.latency.cv)
     how = f", in calls of {terms.worker_slots}" if plan.in_calls else ""
-    each = f"{terms.workers} × {_number(terms.groups_per_s / terms.workers)} groups/s per worker{how}"
+    each = f"{terms.workers} × {number(terms.groups_per_s / terms.workers)} groups/s per worker{how}"
     return [
-        ("T      learner's work per step", _quantity(terms.learner_step_s, "s"), source["T"]),
+        ("T      learner's work per step", quantity(terms.learner_step_s, "s"), source["T"]),
         (
             "L      lease to scored group",
-            _quantity(terms.latency.mean_s, "s"),
+            quantity(terms.latency.mean_s, "s"),
             f"{source['L']}; cv {cv}",
         ),
-        ("D_tx   snapshot occupies the links", _quantity(terms.transfer_s, "s"), source["D_tx"]),
-        ("D_fix  rest of dissemination", _quantity(terms.fixed_s, "s"), source["D_fix"]),
-        ("α      accepted share of groups", _percent(terms.accepted_share), source["α"]),
-        ("μ      throughput of the pool", _quantity(terms.groups_per_s, "groups/s"), f"{source['μ']}: {each}"),
+        ("D_tx   snapshot occupies the links", quantity(terms.transfer_s, "s"), source["D_tx"]),
+        ("D_fix  rest of dissemination", quantity(terms.fixed_s, "s"), source["D_fix"]),
+        ("α      accepted share of groups", percent(terms.accepted_share), source["α"]),
+        ("μ      throughput of the pool", quantity(terms.groups_per_s, "groups/s"), f"{source['μ']}: {each}"),
     ]
 
 
 def _prediction_rows(plan: Plan) -> list[tuple[str, ...]]:
     prediction, needed, best, simulated = plan.prediction, plan.configured, plan.best, plan.simulated
-    target = _percent(plan.target_utilisation)
+    target = percent(plan.target_utilisation)
     needed_for = f"for {target} utilisation"
     if not needed.reachable:
-        needed_for = f"{target} is out of reach of any pool; this gives the best, {_percent(needed.simulated.utilisation)}"
+        needed_for = f"{target} is out of reach of any pool; this gives the best, {percent(needed.simulated.utilisation)}"
     chosen = ", since fleet.workers = 0 leaves it open" if plan.workers_chosen else ""
-    rate = f"{plan.terms.workers} × {_number(plan.worker_price_usd_per_hour)} USD/h, without the learner"
-    best_text = f"with {_number(best.groups_per_s)} groups/s, U = {_percent(best.simulated.utilisation)}"
+    rate = f"{plan.terms.workers} × {number(plan.worker_price_usd_per_hour)} USD/h, without the learner"
+    best_text = f"with {number(best.groups_per_s)} groups/s, U = {percent(best.simulated.utilisation)}"
     verdict = f"target {target} is {'reached' if plan.reaches_target else 'missed'}"
     return [
-        ("step time τ", _quantity(simulated.step_time_s, "s"), f"closed form {_quantity(prediction.step_time_s, 's')}"),
+        ("step time τ", quantity(simulated.step_time_s, "s"), f"closed form {quantity(prediction.step_time_s, 's')}"),
         (
             "learner utilisation U = T/τ",
-            _percent(simulated.utilisation),
-            f"{verdict}; closed form {_percent(prediction.utilisation)}",
+            percent(simulated.utilisation),
+            f"{verdict}; closed form {percent(prediction.utilisation)}",
         ),
         ("binding term", prediction.binding.name, _binding_text(plan)),
-        ("staleness", f"{_number(simulated.staleness_mean)} steps", _staleness_text(simulated)),
-        ("waste", _percent(simulated.waste_share), "of the groups generated: filtered, expired or lost"),
-        ("needed throughput", _quantity(needed.groups_per_s, "groups/s"), needed_for),
+        ("staleness", f"{number(simulated.staleness_mean)} steps", _staleness_text(simulated)),
+        ("waste", percent(simulated.waste_share), "of the groups generated: filtered, expired or lost"),
+        ("needed throughput", quantity(needed.groups_per_s, "groups/s"), needed_for),
         ("needed workers", str(plan.workers_for(needed.groups_per_s)), f"planned with {plan.terms.workers}{chosen}"),
         ("best κ", str(best.publish_interval), best_text),
-        ("whole run", _duration(plan.duration_s), f"{plan.steps} steps · τ, without the start"),
+        ("whole run", duration(plan.duration_s), f"{plan.steps} steps · τ, without the start"),
         ("workers' rent", f"{plan.workers_usd:.2f} USD", rate),
     ]
 
 
 def _staleness_text(simulated: SimulationResult) -> str:
-    shares = ", ".join(
-        f"{steps}: {_percent(share)}" for steps, share in enumerate(simulated.staleness_shares) if share >= 0.005
-    )
+    shares = ", ".join(f"{steps}: {percent(share)}" for steps, share in enumerate(simulated.staleness_shares) if share >= 0.005)
     return f"mean; at most {simulated.staleness_max}; {shares}"
 
 
@@ -236,29 +269,29 @@ def _binding_text(plan: Plan) -> str:
     if binding.name == "learner":
         return f"it never waits{skipped}"
     wait_s = simulated.step_time_s * (1 - simulated.utilisation)
-    short = f"short by {_quantity(-binding.slack, binding.unit)}"
-    return f"{short}; the learner waits {_quantity(wait_s, 's')} per step{skipped}"
+    short = f"short by {quantity(-binding.slack, binding.unit)}"
+    return f"{short}; the learner waits {quantity(wait_s, 's')} per step{skipped}"
 
 
 def _condition_row(condition: Condition) -> tuple[str, ...]:
     return (
         CONDITION_TEXT[condition.name],
-        _quantity(condition.needed, condition.unit),
-        _quantity(condition.available, condition.unit),
-        _quantity(condition.slack, condition.unit),
-        _quantity(condition.step_time_s, "s"),
+        quantity(condition.needed, condition.unit),
+        quantity(condition.available, condition.unit),
+        quantity(condition.slack, condition.unit),
+        quantity(condition.step_time_s, "s"),
     )
 
 
 def _condition_note(plan: Plan) -> str:
     """What W comes to, and why generation may need more than B/(αT)."""
     _, generation, _, freshness = plan.prediction.conditions
-    wait, idle = _quantity(freshness.needed - plan.links.latency_s, "s"), _quantity(plan.slow_end_s, "s")
+    wait, idle = quantity(freshness.needed - plan.links.latency_s, "s"), quantity(plan.slow_end_s, "s")
     note = f"W = {wait}: until a batch is whole, at the pace of T; an idle pool takes {idle} for one"
     least = required_throughput(plan.workload)
     if generation.needed > 1.01 * least:
         note += (
-            f"\nB/(αT) = {_quantity(least, 'groups/s')}: the rest makes up for groups that outlive their version at this pace"
+            f"\nB/(αT) = {quantity(least, 'groups/s')}: the rest makes up for groups that outlive their version at this pace"
         )
     return note
 
@@ -270,28 +303,33 @@ def _together_note(plan: Plan) -> str:
     bound, pool = plan.together
     return (
         f"\ntogether: with S = {bound}, κ = {pool.publish_interval} and {plan.workers_for(pool.groups_per_s)} workers "
-        f"U = {_percent(pool.simulated.utilisation)}"
+        f"U = {percent(pool.simulated.utilisation)}"
     )
 
 
 def _dial_row(dial: Dial, plan: Plan) -> tuple[str, ...]:
-    value = _quantity(dial.value, dial.unit)
+    value = quantity(dial.value, dial.unit)
     if dial.limit is None or dial.at_limit is None:
         return (dial.symbol, value, f"does not help: {plan.prediction.binding.name} binds")
-    limit = _quantity(dial.limit, dial.unit)
+    limit = quantity(dial.limit, dial.unit)
     if dial.symbol == "μ":
         # What the simulation asks for, where it was asked.
         enough = plan.configured.groups_per_s if plan.configured.reachable else dial.limit
-        limit = f"{_quantity(enough, dial.unit)}, {plan.workers_for(enough)} workers"
+        limit = f"{quantity(enough, dial.unit)}, {plan.workers_for(enough)} workers"
     if not dial.reaches_target:
         rest = dial.at_limit
-        return (dial.symbol, value, f"not alone: at {limit} U = {_percent(rest.utilisation)}, {rest.binding.name} binds")
+        return (dial.symbol, value, f"not alone: at {limit} U = {percent(rest.utilisation)}, {rest.binding.name} binds")
     return (dial.symbol, value, f"at {'most' if dial.at_most else 'least'} {limit}")
+
+
+def _outlook_row(outlook: Outlook) -> tuple[str, ...]:
+    links = outlook.links
+    return outlook.name, quantity(links.transfer_s, "s"), quantity(links.latency_s, "s"), percent(outlook.utilisation)
 
 
 def _rule_rows(plan: Plan) -> list[tuple[str, ...]]:
     def row(rule: str, interval: int, groups_per_s: float, utilisation: float) -> tuple[str, ...]:
-        return (rule, str(interval), _number(groups_per_s), str(plan.workers_for(groups_per_s)), _percent(utilisation))
+        return (rule, str(interval), number(groups_per_s), str(plan.workers_for(groups_per_s)), percent(utilisation))
 
     def overlap(rule: str, pool: Provision) -> tuple[str, ...]:
         return row(rule, pool.publish_interval, pool.groups_per_s, pool.simulated.utilisation)
@@ -303,33 +341,3 @@ def _rule_rows(plan: Plan) -> list[tuple[str, ...]]:
     if serial.groups_per_s is None or plan.serial_prediction is None:
         return [*rows, (name, str(serial.publish_interval), "none", "none", f"cannot be met: {serial.obstacle}")]
     return [*rows, row(name, serial.publish_interval, serial.groups_per_s, plan.serial_prediction.utilisation)]
-
-
-def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = [header, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
-
-
-def _number(value: float) -> str:
-    if abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{round(value, 9) + 0.0:.4g}"
-
-
-def _quantity(value: float, unit: str) -> str:
-    return f"{_number(value)} {'step' if unit == 'steps' and value == 1 else unit}"
-
-
-def _percent(share: float) -> str:
-    return f"{_number(100 * share)} %"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return _quantity(seconds, "s")
-    minutes, rest_s = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest_s} s"
-    hours, rest_minutes = divmod(minutes, 60)
-    return f"{hours} h {rest_minutes} min"

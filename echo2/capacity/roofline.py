@@ -133,7 +133,7 @@ class ThroughputEstimate:
     tokens_per_s: float
     """Completion tokens per second, all slots together."""
     slots: int
-    """Sequences in flight, as many as the key-value cache holds at full length."""
+    """Sequences in flight: as many as the key-value cache holds at full length, and the engine takes."""
     group_latency_s: float
     """From the start of a group to its last member; in waves where the slots are fewer than the members."""
     decode_step_s: float
@@ -174,8 +174,11 @@ def estimate_throughput(
     members: int,
     tensor_parallel: int = 1,
     efficiency: float = EFFICIENCY,
+    most_slots: int | None = None,
 ) -> ThroughputEstimate:
     """Throughput of one worker whose engine spans `tensor_parallel` GPUs; lengths are means, `members` is G.
+
+    `most_slots` are the sequences that the engine takes at a time at most; None for as many as the memory holds.
 
     Raises UserError where the weights and one sequence do not fit, and for numbers that cannot be.
 
@@ -198,6 +201,9 @@ def estimate_throughput(
         raise UserError(f"efficiency = {efficiency!r} is not above 0 and at most 1: give the share of the datasheet's rates")
     token_bytes = _cache_bytes_per_token(model, tensor_parallel)
     slots = _slots(gpu, model, (prompt_tokens + completion_tokens) * token_bytes, tensor_parallel)
+    if most_slots is not None:
+        _check_count("most_slots", most_slots)
+        slots = min(slots, most_slots)
     bytes_per_s = gpu.memory_bandwidth_gb_per_s * 1e9 * tensor_parallel * efficiency
     flops_per_s = gpu.bf16_dense_tflops * 1e12 * tensor_parallel * efficiency
     context_tokens = prompt_tokens + completion_tokens / 2

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from echo2.capacity.calibration import Observations, calibrate
+from echo2.capacity.offers import Rental
 from echo2.errors import UserError
 from echo2.hub.database import Database, damaged
 from echo2.hub.group_book import rules_of
 from echo2.hub.ledger import Ledger
 from echo2.hub.mismatch import recent_mismatches
+from echo2.hub.rentals import read_rentals
 from echo2.hub.roster import Roster
 from echo2.hub.statistics import Statistics
 from echo2.run_directory import RunRecord, read_run
@@ -36,6 +38,20 @@ def observe_run(run: RunRecord, since_s: float = 0.0) -> Observations:
     """What the run's ledger says about the capacity model's terms, from `since_s` on; raises UserError if there is none yet."""
     with _open_ledger(run) as database:
         return Statistics(database).observations(_silence_s(run), since_s)
+
+
+def rentals_of(run: RunRecord) -> list[Rental]:
+    """The run's paid intervals, oldest first, with what was measured in each; raises UserError if there is no ledger yet."""
+    with _open_ledger(run) as database:
+        measured = calibrate(Statistics(database).observations(_silence_s(run))).worker_groups_per_s
+        return read_rentals(database, {worker: rate.value for worker, rate in measured.items()})
+
+
+def snapshot_bytes_of(run: RunRecord) -> float | None:
+    """Bytes of the newest version as workers fetch it, a delta where there is one; None before the first step."""
+    with _open_ledger(run) as database:
+        metrics = Statistics(database).last_metrics()
+        return metrics.get("dissemination/delta_bytes", metrics.get("dissemination/full_bytes"))
 
 
 def _silence_s(run: RunRecord) -> float:

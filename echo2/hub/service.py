@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from echo2.dissemination.broadcast.record import BroadcastEvent, BroadcastRecord
 from echo2.dissemination.manifest import Manifest
+from echo2.dissemination.pacing import Pacer
 from echo2.dissemination.store import SnapshotStore
 from echo2.errors import SnapshotError, UserError
 from echo2.hub.broadcaster import Broadcaster
@@ -30,6 +31,7 @@ from echo2.hub.roster import Roster
 from echo2.hub.scoring import ScoringPool
 from echo2.hub.signals import Signal
 from echo2.hub.statistics import Statistics
+from echo2.hub.uplink import Uplink
 from echo2.protocol import (
     Batch,
     GroupRollouts,
@@ -63,6 +65,9 @@ class Hub:
         self._view = Database(run.ledger, run.run_id)
         self._view_thread = ThreadPoolExecutor(1, thread_name_prefix="view")
         self.store = SnapshotStore(run.snapshots, run.run_id, run.token)
+        cap = config.dissemination.uplink_bytes_per_s
+        self._pacer = Pacer(cap) if cap else None
+        self.uplink = Uplink(self._pacer)
         self._prompts = Prompts(run)
         self._scoring = ScoringPool(
             config.task, config.run.seed, run.model, config.hub.scoring_processes, config.hub.scoring_timeout_s
@@ -111,7 +116,7 @@ class Hub:
 
         try:
             self._broadcaster = Broadcaster(
-                self.run.config, self.run.run_id, self.run.token, self.store, int(former or 0), on_event
+                self.run.config, self.run.run_id, self.run.token, self.store, self._pacer, int(former or 0), on_event
             )
         except OSError as error:
             raise UserError(

@@ -6,8 +6,9 @@ from itertools import pairwise
 
 import pytest
 
-from clouds.fleet import HOPELESS_DEATHS, Fleet, Offer, WorkerBackend
+from clouds.fleet import HOPELESS_DEATHS, Fleet, WorkerBackend
 from clouds.local import LocalBackend
+from echo2.capacity.offers import Offer
 from echo2.errors import UserError
 
 

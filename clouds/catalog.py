@@ -1,0 +1,117 @@
+"""What clouds offer, read from a SkyPilot catalog on disk.
+
+Invariants: nothing is fetched; a row gives an offer on demand, a spot offer, both or none, as it has prices above 0; of rows
+that describe the same offer the cheapest counts; what cannot be read is named with its file and line.
+
+A catalog is a folder with a file `CLOUD/vms.csv` for each cloud, as SkyPilot keeps them in `~/.sky/catalogs/v8`. Rows without
+accelerators are none of ours. A price of 0 stands for one that is not known.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from echo2.capacity.offers import Offer
+from echo2.capacity.roofline import known_gpus
+from echo2.errors import UserError
+
+NEEDED_COLUMNS = ("InstanceType", "AcceleratorName", "AcceleratorCount", "Price", "Region")
+
+GPU_NAMES = {
+    "A10G": "A10G",
+    "A100": "A100-40GB SXM",
+    "A100-80GB": "A100-80GB SXM",
+    "A100-80GB-SXM": "A100-80GB SXM",
+    "A6000": "RTX A6000",
+    "RTXA6000": "RTX A6000",
+    "B200": "B200",
+    "H100": "H100 SXM",
+    "H100-SXM": "H100 SXM",
+    "H200": "H200 SXM",
+    "H200-SXM": "H200 SXM",
+    "L4": "L4",
+    "L40S": "L40S",
+    "RTX3090": "RTX 3090",
+    "RTX4090": "RTX 4090",
+    "RTX5090": "RTX 5090",
+}
+"""The catalog's names of accelerators, and those of `echo2/capacity/gpus.toml`."""
+
+
+def read_catalog(folder: Path) -> list[Offer]:
+    """All offers with accelerators, by name. Raises UserError where `folder` is no catalog, or has none."""
+    folder = folder.expanduser()
+    if not folder.is_dir():
+        raise UserError(f"catalog {folder} is no folder: name one like ~/.sky/catalogs/v8, which SkyPilot fills when it runs")
+    files = sorted(folder.glob("*/vms.csv"))
+    if not files:
+        raise UserError(f"catalog {folder} has no CLOUD/vms.csv: name the folder of one version, like ~/.sky/catalogs/v8")
+    cheapest: dict[str, Offer] = {}
+    for file in files:
+        for offer in _read_cloud(file):
+            known = cheapest.get(offer.name)
+            if known is None or offer.price_usd_per_hour < known.price_usd_per_hour:
+                cheapest[offer.name] = offer
+    if not cheapest:
+        raise UserError(
+            f"catalog {folder} has no offer with an accelerator and a price in its {len(files)} files: fetch it anew"
+        )
+    return [cheapest[name] for name in sorted(cheapest)]
+
+
+def gpu_name(accelerator: str, details: str) -> str:
+    """The name on file of a catalog's accelerator, whose GpuInfo is `details`; empty where there is none.
+
+    >>> gpu_name("A100-80GB", "{'Gpus': [{'Name': 'A100 PCIe', …"), gpu_name("H100", ""), gpu_name("V100", "")
+    ('A100-80GB PCIe', 'H100 SXM', '')
+    """
+    name = GPU_NAMES.get(accelerator, "")
+    if "pcie" in details.lower():
+        name = name.replace(" SXM", " PCIe")
+    return name if name in known_gpus() else ""
+
+
+def _read_cloud(file: Path) -> Iterator[Offer]:
+    try:
+        with file.open(encoding="utf-8", newline="") as lines:
+            rows = csv.DictReader(lines)
+            missing = [column for column in NEEDED_COLUMNS if column not in (rows.fieldnames or ())]
+            if missing:
+                raise UserError(f"{file} has no column {', '.join(missing)}: it is no vms.csv of a SkyPilot catalog")
+            for row in rows:
+                if row["AcceleratorName"]:
+                    yield from _read_row(row, file, rows.line_num)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{file} is no CSV file in UTF-8 ({error}): fetch it anew") from None
+
+
+def _read_row(row: Mapping[str, str | None], file: Path, line: int) -> Iterator[Offer]:
+    for spot, column in ((False, "Price"), (True, "SpotPrice")):
+        price = _number(row, column, file, line)
+        if price > 0:
+            yield Offer(
+                cloud=file.parent.name,
+                price_usd_per_hour=price,
+                region=row["Region"] or "",
+                zone=row.get("AvailabilityZone") or "",
+                instance_type=row["InstanceType"] or "",
+                accelerator=row["AcceleratorName"] or "",
+                accelerators=_number(row, "AcceleratorCount", file, line),
+                gpu=gpu_name(row["AcceleratorName"] or "", row.get("GpuInfo") or ""),
+                spot=spot,
+            )
+
+
+def _number(row: Mapping[str, str | None], column: str, file: Path, line: int) -> float:
+    """0 where the row has none."""
+    text = row.get(column) or "0"
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= 0):
+        raise UserError(f"{file}, line {line}: {column} = {text!r} is not a number from 0 up: mend or fetch the catalog")
+    return value
