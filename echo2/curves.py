@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PANELS = (
-    ("share", ("reward", "exact_match", "eval/reward_mean", "eval/pass@1")),
+    ("share", ("reward", "exact_match", "eval/reward", "eval/pass@1")),
     ("steps", ("staleness/mean", "staleness/max")),
     ("s per step", ("learner/step_s", "learner/wait_s")),
     ("utilisation, %", ("capacity/predicted_utilisation", "capacity/observed_utilisation")),

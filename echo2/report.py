@@ -145,7 +145,7 @@ def _evaluation_table(evaluations: Sequence[Mapping[str, float]]) -> list[str]:
     names = [name for name in (evaluations[-1] if evaluations else ()) if name not in hidden and not name.endswith("_stderr")]
 
     def cell(figures: Mapping[str, float], name: str) -> str:
-        error = figures.get(f"{name.removesuffix('_mean')}_stderr")
+        error = figures.get(f"{name}_stderr")
         return "–" if name not in figures else f"{figures[name]:.4g}" + ("" if error is None else f" ± {error:.2g}")
 
     def made_by(figures: Mapping[str, float]) -> str:

@@ -6,6 +6,7 @@ does not stop it; a step that a crash cut off is trained again from the same bat
 
 # Annotations stay real types: a deployment sends the flow to another process without this module's names.
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from prefect import flow, task
@@ -45,18 +46,23 @@ def train_segment(session: Session, watch: CapacityWatch) -> None:
     dissemination.publish()
     last = min(config.run.steps, learner.version + config.flow.segment_steps)
     stopwatch = Stopwatch()
+
+    def keep_waiting() -> None:
+        dissemination.check()
+        session.check_supply()
+
     while learner.version < last:
         session.check_stop()
         step = learner.version
         with stopwatch.waiting():
-            batch = hub.take_batch(step, session.check_supply)
+            batch = hub.take_batch(step, keep_waiting)
         metrics = learner_step(learner, quote(batch))
         ended = learner.version == config.run.steps
         if learner.version % config.staleness.publish_interval == 0 or (ended and config.evaluation.every_steps):
             metrics |= dissemination.publish()
         metrics |= stopwatch.lap() | watch.metrics
         if ended:
-            metrics |= last_evaluation(session)
+            metrics |= last_evaluation(session, keep_waiting)
             session.fleet.let_go()
         for warning in hub.commit(step, metrics, session.checkpoints.oldest, learner.differences):
             log.warning("%s", warning)
@@ -76,12 +82,15 @@ def learner_step(learner: Learner, batch: Batch) -> dict[str, float]:
     return scored_metrics(batch) | metrics
 
 
-def last_evaluation(session: Session) -> dict[str, float]:
-    """The figures of the run's last version, for which its workers stay; empty without evaluations, or if asked to stop."""
+def last_evaluation(session: Session, keep_waiting: Callable[[], None]) -> dict[str, float]:
+    """The figures of the run's last version, for which its workers stay; empty without evaluations, or if asked to stop.
+
+    `keep_waiting` as with `HubClient.take_batch`.
+    """
     if not session.config.evaluation.every_steps:
         return {}
     try:
-        return session.hub.take_evaluation(session.learner.version, session.check_supply)
+        return session.hub.take_evaluation(session.learner.version, keep_waiting)
     except Stopped:
         log.warning("the run's last version is not evaluated, since the run was asked to stop")
         return {}

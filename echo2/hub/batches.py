@@ -8,12 +8,11 @@ checkpoint that the run may go on from can ask for them.
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Mapping, Sequence
 
 from echo2.errors import UserError
 from echo2.hub.evaluations import Evaluations
-from echo2.hub.group_book import GroupBook
+from echo2.hub.group_book import GroupBook, means_over
 from echo2.protocol import LogProbDifference
 
 
@@ -56,9 +55,7 @@ class Batches:
         With the figures of the evaluation that is told at this step, if there is one.
         """
         rows = self._db.rows("SELECT state, scores FROM groups WHERE step = ? AND scores IS NOT NULL", step)
-        scores = [json.loads(r["scores"]) for r in rows]
-        names = {name for s in scores for name in s}
-        means = {name: statistics.fmean(s[name] for s in scores if name in s) for name in sorted(names)}
+        means = means_over([json.loads(r["scores"]) for r in rows])
         counts = {"groups": len(rows), "filtered": sum(r["state"] == "filtered" for r in rows)}
         return means | counts | self._evaluations.told(step)
 

@@ -21,7 +21,7 @@ class PromptResult:
     rewards: Sequence[float]
     """Of the completions that could be scored, one at least."""
     means: Mapping[str, float]
-    """Over these, the task's own metrics, such as `exact_match`."""
+    """Over these, `reward` and the task's own metrics, such as `exact_match`."""
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
@@ -35,20 +35,19 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
     return 1.0 - comb(samples - right, k) / comb(samples, k)
 
 
-def figures_of(task: str, results: Sequence[PromptResult], settings: EvaluationSection) -> dict[str, float]:
+def figures_of(results: Sequence[PromptResult], settings: EvaluationSection) -> dict[str, float]:
     """The figures under their metrics' names; pass@k comes from the prompts with at least k scored completions."""
     names = sorted({name for result in results for name in result.means})
-    columns = {f"{task}/{name}": [r.means[name] for r in results if name in r.means] for name in names}
-    columns["reward"] = [fmean(result.rewards) for result in results]
+    columns = {name: [r.means[name] for r in results if name in r.means] for name in names}
     for k in ks_of(settings.samples):
         columns[f"pass@{k}"] = [_pass_at_k(r, k, settings.pass_reward) for r in results if len(r.rewards) >= k]
-    figures = {"eval/prompts": float(len(results)), "eval/failed_prompts": float(settings.prompts - len(results))}
+    figures = {}
     for name, values in columns.items():
         if values:
-            figures["eval/reward_mean" if name == "reward" else f"eval/{name}"] = fmean(values)
+            figures[f"eval/{name}"] = fmean(values)
         if len(values) > 1:
             figures[f"eval/{name}_stderr"] = stdev(values) / sqrt(len(values))
-    return figures
+    return figures | {"eval/prompts": float(len(results)), "eval/failed_prompts": float(settings.prompts - len(results))}
 
 
 def ks_of(samples: int) -> list[int]:

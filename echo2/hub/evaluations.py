@@ -10,19 +10,8 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 
-from echo2.config_evaluation import EvaluationSection
 from echo2.hub.evaluation_figures import PromptResult, figures_of
-from echo2.hub.group_book import GroupBook
-
-FIRST_EVALUATION_GROUP = 1 << 40
-"""Groups of evaluations have ids from here on, far from those that a run trains."""
-
-
-def place_of(group_id: int, settings: EvaluationSection) -> int | None:
-    """The place of a group's prompt among the held-out ones; None for a group that is to be trained."""
-    if group_id < FIRST_EVALUATION_GROUP:
-        return None
-    return (group_id - FIRST_EVALUATION_GROUP) % settings.prompts
+from echo2.hub.group_book import GroupBook, means_over
 
 
 class Evaluations:
@@ -32,6 +21,8 @@ class Evaluations:
         self._book = book
         self._db = book.db
         self._settings = book.rules.evaluation
+        self._groups = book.rules.evaluation_groups
+        self._due_slots = 0.0
 
     def open_if_due(self, version: int) -> int | None:
         """Begin the evaluation of `version` if it is due and was not begun; returns the version of the one it cuts short."""
@@ -44,13 +35,12 @@ class Evaluations:
             self._close(overtaken["version"], f"overtaken by the evaluation of version {version}")
         now = self._book.clock()
         self._db.execute("INSERT INTO evaluations VALUES (?, ?, NULL, NULL)", (version, now))
-        first = FIRST_EVALUATION_GROUP + version * self._settings.prompts
         # A resume may have taken back an evaluation of this version, whose groups are begun anew.
         self._db.executemany(
             "INSERT INTO groups (group_id, state, attempt, lease_version, leased_at_s, evaluation)"
             " VALUES (?, 'leased', 0, ?, ?, ?) ON CONFLICT (group_id) DO UPDATE SET state = 'leased', worker_id = NULL,"
             " failed_members = '[]', oldest_version = NULL, tokens = 0, reason = NULL, scores = NULL, scored_at_s = NULL",
-            [(group_id, version, now, version) for group_id in range(first, first + self._settings.prompts)],
+            [(group_id, version, now, version) for group_id in self._groups.of_version(version)],
         )
         return overtaken["version"] if overtaken else None
 
@@ -63,6 +53,13 @@ class Evaluations:
             limit,
         )
         return [row["group_id"] for row in rows]
+
+    def claim(self, limit: int) -> int:
+        """How many of `limit` slots come to the evaluation before training has what it can use; over many calls, its share."""
+        self._due_slots += self._settings.share * limit
+        whole = int(self._due_slots)
+        self._due_slots -= whole
+        return whole
 
     def settle(self) -> bool:
         """Give the evaluation that goes on its figures once no group of it is left; whether that happened."""
@@ -117,17 +114,17 @@ class Evaluations:
     def _figures(self, version: int, opened_at_s: float) -> dict[str, float]:
         """Of the evaluation of `version`, of which nothing is left to do."""
         rewards: dict[int, list[float]] = defaultdict(list)
+        scores: dict[int, list[dict[str, float]]] = defaultdict(list)
         for row in self._db.rows(
-            "SELECT group_id, reward FROM rollouts JOIN groups USING (group_id)"
+            "SELECT group_id, reward, scores FROM rollouts JOIN groups USING (group_id)"
             " WHERE evaluation = ? AND state = 'evaluated' AND reward IS NOT NULL",
             version,
         ):
-            rewards[row["group_id"]].append(row["reward"])
-        results = []
-        for row in self._db.rows("SELECT group_id, scores FROM groups WHERE evaluation = ? AND state = 'evaluated'", version):
-            means = {name: value for name, value in json.loads(row["scores"]).items() if name != "reward"}
-            results.append(PromptResult(rewards[row["group_id"]], means))
-        figures = figures_of(self._book.rules.task, results, self._settings)
+            place = self._groups.place(row["group_id"])
+            rewards[place].append(row["reward"])
+            scores[place].append(json.loads(row["scores"]))
+        results = [PromptResult(rewards[place], means_over(scores[place])) for place in rewards]
+        figures = figures_of(results, self._settings)
         return figures | {"eval/version": float(version)} | self._versions(version) | self._cost(version, opened_at_s)
 
     def _versions(self, version: int) -> dict[str, float]:

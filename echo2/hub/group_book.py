@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from echo2.capacity.admission import oldest_trainable_version
 from echo2.config import Config
 from echo2.config_evaluation import EvaluationSection
 from echo2.hub.database import Database
+from echo2.hub.evaluation_groups import EvaluationGroups
 from echo2.protocol import BodyError, GroupRollouts, encode_rollout
 
 NO_EVALUATION = EvaluationSection()
@@ -30,9 +32,17 @@ class LedgerRules:
     drop_zero_variance: bool
     lease_timeout_s: float
     max_attempts: int
-    task: str = "task"
-    """What metrics call the task."""
     evaluation: EvaluationSection = NO_EVALUATION
+
+    @property
+    def evaluation_groups(self) -> EvaluationGroups:
+        return EvaluationGroups(self.evaluation.prompts, self.evaluation.samples, self.members)
+
+
+def means_over(scores: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each figure over those that have it."""
+    names = sorted({name for each in scores for name in each})
+    return {name: fmean(each[name] for each in scores if name in each) for name in names}
 
 
 def rules_of(config: Config) -> LedgerRules:
@@ -45,7 +55,6 @@ def rules_of(config: Config) -> LedgerRules:
         drop_zero_variance=config.batch.drop_zero_variance,
         lease_timeout_s=config.hub.lease_timeout_s,
         max_attempts=config.hub.max_attempts,
-        task=config.task.path.split(":")[-1] if config.task.type == "python" else config.task.type,
         evaluation=config.evaluation,
     )
 
@@ -134,7 +143,7 @@ class GroupBook:
 
     def members_of(self, row: sqlite3.Row) -> int:
         """How many members the group of this row is to have."""
-        return self.rules.members if row["evaluation"] is None else self.rules.evaluation.samples
+        return self.rules.members if row["evaluation"] is None else self.rules.evaluation_groups.size(row["group_id"])
 
     def missing_members(self, group_id: int) -> set[int]:
         here = {r["member"] for r in self.db.rows("SELECT member FROM rollouts WHERE group_id = ?", group_id)}

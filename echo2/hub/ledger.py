@@ -14,18 +14,18 @@ from __future__ import annotations
 
 import json
 import sqlite3
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil
+from statistics import fmean
 from typing import Literal
 
 from echo2.capacity.admission import admissible_groups, oldest_trainable_version
 from echo2.hub.batches import Batches
 from echo2.hub.database import Database
-from echo2.hub.evaluations import FIRST_EVALUATION_GROUP, Evaluations
-from echo2.hub.group_book import GroupBook, LedgerRules
+from echo2.hub.evaluation_groups import FIRST_EVALUATION_GROUP
+from echo2.hub.evaluations import Evaluations
+from echo2.hub.group_book import GroupBook, LedgerRules, means_over
 from echo2.protocol import BodyError, GroupRollouts, ScoredRollout, decode_rollout
 
 PostOutcome = Literal["accepted", "part", "duplicate", "late", "stale"]
@@ -92,7 +92,7 @@ class Ledger:
         with self._db.transaction():
             self._reopen_overdue()
             waiting = self.evaluations.waiting(version, limit)
-            first = waiting[: ceil(self._book.rules.evaluation.share * limit)]
+            first = waiting[: self.evaluations.claim(limit)] if waiting else []
             leased = [self._lease_again(group_id, worker_id, version) for group_id in first]
             leased += self._lease_to_train(worker_id, version, limit - len(leased))
             rest = waiting[len(first) :][: limit - len(leased)]
@@ -284,6 +284,4 @@ class Ledger:
 def _means(scores: Sequence[MemberScore]) -> dict[str, float]:
     if not scores:
         return {}
-    names = {name for s in scores for name in s.metrics}
-    means = {name: statistics.fmean(s.metrics[name] for s in scores if name in s.metrics) for name in sorted(names)}
-    return means | {"reward": statistics.fmean(s.reward for s in scores if s.reward is not None)}
+    return means_over([s.metrics for s in scores]) | {"reward": fmean(s.reward for s in scores if s.reward is not None)}

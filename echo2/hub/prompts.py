@@ -6,7 +6,8 @@ Invariant: which prompt a group has depends on its id and the run's configuratio
 from __future__ import annotations
 
 from echo2.config import Config
-from echo2.hub.evaluations import place_of
+from echo2.hub.evaluation_groups import is_evaluation
+from echo2.hub.group_book import rules_of
 from echo2.protocol import Sampling
 from echo2.run_directory import RunRecord
 from echo2.tasks import checked_prompt
@@ -23,6 +24,7 @@ class Prompts:
         self._task = make_task(run.config.task, run.config.run.seed)
         self._tokenizer = load_tokenizer(run.model)
         check_agreement(self._task, self._tokenizer)
+        self._evaluation_groups = rules_of(run.config).evaluation_groups
         self._order = PromptOrder(self._task.size, run.config.run.seed, run.config.evaluation.held_out_prompts)
 
     @property
@@ -38,12 +40,13 @@ class Prompts:
 
     def index_of(self, group_id: int) -> int:
         """The index of the group's prompt in the task."""
-        place = place_of(group_id, self._config.evaluation)
-        return self._order.trained(group_id) if place is None else self._order.held_out(place)
+        if is_evaluation(group_id):
+            return self._order.held_out(self._evaluation_groups.place(group_id))
+        return self._order.trained(group_id)
 
     def temperature_of(self, group_id: int) -> float | None:
         """What a group of an evaluation is sampled with; None for one that is to be trained."""
-        return None if place_of(group_id, self._config.evaluation) is None else self._config.evaluation.temperature
+        return self._config.evaluation.temperature if is_evaluation(group_id) else None
 
     def token_ids_of(self, group_id: int) -> tuple[int, ...]:
         """Raises PromptError where the task cannot give the prompt."""

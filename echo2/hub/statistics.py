@@ -11,7 +11,7 @@ from typing import Any
 from echo2.capacity.calibration import GroupTime, Load, Observations, StepTime
 from echo2.capacity.transfer import SeenLinks
 from echo2.hub.database import Database
-from echo2.hub.evaluations import FIRST_EVALUATION_GROUP
+from echo2.hub.evaluation_groups import FIRST_EVALUATION_GROUP
 from echo2.protocol import Telemetry
 
 RATE_WINDOW_S = 30.0

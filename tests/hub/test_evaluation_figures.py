@@ -35,21 +35,21 @@ def test_pass_at_k_is_unbiased_where_the_plain_estimate_is_not():
 
 def test_figures_by_hand():
     results = [
-        PromptResult([1.0, 0.0, 0.5, 0.5], {"exact_match": 0.25, "words": 3.0}),
-        PromptResult([1.0, 1.0, 1.0, 1.0], {"exact_match": 1.0}),
-        PromptResult([0.0], {"exact_match": 0.0}),
+        PromptResult([1.0, 0.0, 0.5, 0.5], {"reward": 0.5, "exact_match": 0.25, "words": 3.0}),
+        PromptResult([1.0, 1.0, 1.0, 1.0], {"reward": 1.0, "exact_match": 1.0}),
+        PromptResult([0.0], {"reward": 0.0, "exact_match": 0.0}),
     ]
-    figures = figures_of("reverse", results, EvaluationSection(prompts=5, samples=4, temperature=1.0))
+    figures = figures_of(results, EvaluationSection(prompts=5, samples=4, temperature=1.0))
     first, spread = [0.25, 1.0, 0.0], np.std([0.25, 1.0, 0.0], ddof=1)
     assert figures == pytest.approx(
         {
             "eval/prompts": 3.0,
             "eval/failed_prompts": 2.0,
-            "eval/reward_mean": np.mean([0.5, 1.0, 0.0]),
+            "eval/reward": np.mean([0.5, 1.0, 0.0]),
             "eval/reward_stderr": np.std([0.5, 1.0, 0.0], ddof=1) / sqrt(3),
-            "eval/reverse/exact_match": np.mean(first),
-            "eval/reverse/exact_match_stderr": spread / sqrt(3),
-            "eval/reverse/words": 3.0,
+            "eval/exact_match": np.mean(first),
+            "eval/exact_match_stderr": spread / sqrt(3),
+            "eval/words": 3.0,
             "eval/pass@1": np.mean(first),
             "eval/pass@1_stderr": spread / sqrt(3),
             "eval/pass@2": np.mean([0.5, 1.0]),
@@ -62,12 +62,12 @@ def test_figures_by_hand():
 
 def test_what_counts_as_right_is_a_setting():
     results = [PromptResult([0.75], {}), PromptResult([0.5], {})]
-    assert figures_of("t", results, EvaluationSection(prompts=2))["eval/pass@1"] == 0.0
-    assert figures_of("t", results, EvaluationSection(prompts=2, pass_reward=0.7))["eval/pass@1"] == 0.5
+    assert figures_of(results, EvaluationSection(prompts=2))["eval/pass@1"] == 0.0
+    assert figures_of(results, EvaluationSection(prompts=2, pass_reward=0.7))["eval/pass@1"] == 0.5
 
 
 def test_an_evaluation_without_any_score_says_so_and_nothing_else():
-    assert figures_of("t", [], EvaluationSection(prompts=7)) == {"eval/prompts": 0.0, "eval/failed_prompts": 7.0}
+    assert figures_of([], EvaluationSection(prompts=7)) == {"eval/prompts": 0.0, "eval/failed_prompts": 7.0}
 
 
 def test_k_goes_up_in_powers_of_two_to_all_samples():

@@ -7,13 +7,15 @@ from test_ledger import RULES, Clock, rollout, scores
 
 from echo2.config_evaluation import EvaluationSection
 from echo2.hub.database import Database
-from echo2.hub.evaluations import FIRST_EVALUATION_GROUP, place_of
+from echo2.hub.evaluation_figures import pass_at_k
+from echo2.hub.evaluation_groups import EvaluationGroups, is_evaluation
 from echo2.hub.ledger import Ledger
 from echo2.hub.statistics import Statistics
 from echo2.protocol import GroupRollouts
 
 EVALUATION = EvaluationSection(every_steps=2, prompts=4, samples=2, temperature=1.0, share=0.5)
-EVALUATED = replace(RULES, task="digits", evaluation=EVALUATION)
+EVALUATED = replace(RULES, evaluation=EVALUATION)
+GROUPS = EVALUATED.evaluation_groups
 
 
 class Run:
@@ -31,7 +33,7 @@ class Run:
     def lease(self, worker, version, limit=100):
         """Leases to train, and those to evaluate."""
         leases = self.ledger.lease(worker, version, limit)
-        evaluated = [lease for lease in leases if lease.group_id >= FIRST_EVALUATION_GROUP]
+        evaluated = [lease for lease in leases if is_evaluation(lease.group_id)]
         return [lease for lease in leases if lease not in evaluated], evaluated
 
     def evaluate(self, worker, version, limit=100):
@@ -78,18 +80,50 @@ def test_an_evaluation_takes_its_share_of_the_slots_and_the_rest_once_there_is_n
     assert len(run.lease("d", 0, limit=4)[1]) == 1
 
 
+def test_a_worker_with_one_slot_shares_its_time_between_evaluation_and_training(run):
+    for _ in range(4):
+        assert [sum(map(len, kinds)) for kinds in zip(run.lease("a", 0, 1), run.lease("a", 0, 1), strict=True)] == [1, 1]
+
+
 def test_evaluated_groups_have_prompts_and_members_of_their_own(run):
     evaluated = run.evaluate("a", 0)
     assert [lease.members for lease in evaluated] == [(0, 1)] * 4
-    assert [place_of(lease.group_id, EVALUATION) for lease in evaluated] == [0, 1, 2, 3]
+    assert [GROUPS.place(lease.group_id) for lease in evaluated] == [0, 1, 2, 3]
     run.finish(evaluated, 0, worker="a")
     run.ledger.evaluations.settle()
     for _ in range(2):
         run.step()
     again = run.evaluate("a", 2)
-    assert [place_of(lease.group_id, EVALUATION) for lease in again] == [0, 1, 2, 3]
+    assert [GROUPS.place(lease.group_id) for lease in again] == [0, 1, 2, 3]
     assert not {lease.group_id for lease in again} & {lease.group_id for lease in evaluated}
-    assert place_of(7, EVALUATION) is None
+
+
+def test_more_samples_than_a_trained_group_has_members_come_from_several_groups(tmp_path):
+    many = replace(RULES, evaluation=EVALUATION.model_copy(update={"samples": 7}))
+    run = Run(tmp_path / "many.db", many)
+    evaluated = run.evaluate("a", 0)
+    assert [lease.members for lease in evaluated] == 4 * [(0, 1, 2), (0, 1, 2), (0,)]
+    assert [many.evaluation_groups.place(lease.group_id) for lease in evaluated] == [n // 3 for n in range(12)]
+    for place in range(4):
+        # Of 7 completions the first prompt has one that is right, the second two, and so on.
+        right, groups = place + 1, evaluated[3 * place : 3 * place + 3]
+        for number, lease in enumerate(groups):
+            run.finish([lease], 0, [float(3 * number + m < right) for m in lease.members], worker="a")
+    assert run.ledger.evaluations.settle()
+    (figures,) = run.figures()
+    assert [figures[f"eval/{name}"] for name in ("pass@1", "exact_match", "reward")] == pytest.approx(3 * [2.5 / 7])
+    assert (figures["eval/pass@7"], figures["eval/prompts"]) == (1.0, 4.0)
+    assert figures["eval/pass@4"] == pytest.approx(sum(pass_at_k(7, right, 4) for right in (1, 2, 3, 4)) / 4)
+    run.database.close()
+
+
+@pytest.mark.parametrize(("samples", "sizes"), [(1, [1]), (8, [8]), (9, [8, 1]), (24, [8, 8, 8])])
+def test_groups_of_evaluations_are_told_apart_by_version_and_prompt(samples, sizes):
+    groups = EvaluationGroups(prompts=5, samples=samples, members=8)
+    ids = [group_id for version in range(3) for group_id in groups.of_version(version)]
+    assert len(set(ids)) == len(ids) == 3 * 5 * len(sizes) and all(map(is_evaluation, ids)) and not is_evaluation(10**9)
+    assert [groups.place(group_id) for group_id in ids] == 3 * [place for place in range(5) for _ in sizes]
+    assert [groups.size(group_id) for group_id in ids] == 15 * sizes
 
 
 def test_the_figures_come_with_the_last_group_and_are_told_at_one_step(run):
@@ -99,7 +133,7 @@ def test_the_figures_come_with_the_last_group_and_are_told_at_one_step(run):
     run.finish(evaluated[3:], 0, rewards=(1.0, 1.0), worker="a")
     assert run.ledger.evaluations.settle() and not run.ledger.evaluations.settle()
     (figures,) = run.figures()
-    assert figures["eval/pass@1"] == figures["eval/digits/exact_match"] == (3 * 0.5 + 1.0) / 4
+    assert figures["eval/pass@1"] == figures["eval/exact_match"] == (3 * 0.5 + 1.0) / 4
     assert (figures["eval/pass@2"], figures["eval/prompts"], figures["eval/failed_prompts"]) == (1.0, 4.0, 0.0)
     assert figures["eval/pass@1_stderr"] == pytest.approx(0.125)
     assert (figures["eval/version"], figures["eval/oldest_version"], figures["eval/newest_version"]) == (0, 0, 0)

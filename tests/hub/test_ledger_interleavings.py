@@ -13,7 +13,7 @@ from test_ledger import Clock, rollout
 from echo2.capacity.admission import live_group_limit
 from echo2.config_evaluation import EvaluationSection
 from echo2.hub.database import Database
-from echo2.hub.evaluations import FIRST_EVALUATION_GROUP
+from echo2.hub.evaluation_groups import FIRST_EVALUATION_GROUP
 from echo2.hub.group_book import LedgerRules
 from echo2.hub.ledger import Ledger, MemberScore
 from echo2.protocol import GroupRollouts

@@ -56,7 +56,7 @@ def test_evaluations_survive_a_killed_worker_and_a_killed_hub_and_reach_every_re
     last = found[-1]
     assert (last["eval/version"], last["eval/prompts"], last["eval/failed_prompts"]) == (8, 300, 0)
     assert last["eval/oldest_version"] == last["eval/newest_version"] == 8, "nothing is newer than the last version"
-    assert last["eval/pass@4"] >= last["eval/pass@2"] >= last["eval/pass@1"] == last["eval/reverse_digits/exact_match"] > 0
+    assert last["eval/pass@4"] >= last["eval/pass@2"] >= last["eval/pass@1"] == last["eval/exact_match"] > 0
     assert rows(command, "SELECT COUNT(*) FROM groups WHERE state = 'trained'") == [(8 * 4,)]
     lines = [json.loads(line) for line in (command.run / "report" / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["step"] == 7 and last.items() <= lines[-1].items()
@@ -96,3 +96,12 @@ def test_ctrl_c_during_the_last_evaluation_ends_the_run_without_it(train):
     assert "is not evaluated, since the run was asked to stop" in command.said
     assert "Traceback" not in command.said and command.survivors() == []
     assert rows(command, "SELECT COUNT(*) FROM steps") == [(3,)]
+
+
+def test_a_last_version_that_cannot_be_published_ends_the_run_instead_of_being_waited_for(train):
+    command = train("evaluation.every_steps=500", *SIMULATED, "learner.simulated_step_s=2", "run.steps=3")
+    command.wait_until(lambda: rows(command, "SELECT COUNT(*) FROM steps") == [(2,)])
+    snapshots = command.run / "snapshots"
+    snapshots.rename(command.run / "taken away")
+    snapshots.write_text("no folder")
+    assert command.wait(60) != 0 and "snapshots" in command.said
