@@ -94,17 +94,17 @@ def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tens
     """Draw one token a row by inverting the cumulative distribution softmax(logits / temperature) at `uniforms`.
 
     logits [rows, vocabulary]; temperatures [rows], float32, where 0 stands for the most probable token, drawn with certainty;
-    uniforms [rows], float64 in [0, 1). Returns token ids [rows] and their log-probabilities [rows], float32. The cumulative sum
-    is in float64: in float32 it would lose the tail of a large vocabulary.
+    uniforms [rows], float64 in [0, 1). Returns token ids [rows] and their log-probabilities [rows], float32, which are not
+    finite where the logits are not. The cumulative sum is in float64: in float32 it would lose the tail of a large vocabulary.
     """
     greedy = temperatures == 0.0
     log_probs = torch.log_softmax(logits.float() / temperatures.masked_fill(greedy, 1.0).unsqueeze(-1), dim=-1)
     cumulative = torch.cumsum(log_probs.exp(), dim=-1, dtype=torch.float64)
     # The first token whose cumulative value exceeds the threshold has a probability above 0, as one that equals it may not.
     token_ids = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1]).unsqueeze(-1), right=True)
-    token_ids = token_ids.clamp_(max=logits.shape[-1] - 1)
-    drawn_log_probs = log_probs.gather(-1, token_ids).squeeze(-1).masked_fill(greedy, 0.0)
-    return token_ids.squeeze(-1).where(~greedy, logits.argmax(-1)), drawn_log_probs
+    token_ids = token_ids.clamp_(max=logits.shape[-1] - 1).where(~greedy.unsqueeze(-1), logits.argmax(-1, keepdim=True))
+    drawn = log_probs.gather(-1, token_ids).squeeze(-1)
+    return token_ids.squeeze(-1), drawn.masked_fill(greedy & drawn.isfinite(), 0.0)
 
 
 @dataclass(slots=True)

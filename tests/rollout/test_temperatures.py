@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load, save
 from test_transformers_engine import STOP, VOCABULARY, make_leases, make_model, make_sampling, teacher_forced, tokens
 
 from echo2.models.loading import export_weights
@@ -63,3 +64,13 @@ def test_a_lease_comes_out_the_same_beside_others_of_any_temperature(engine, mod
         expected = teacher_forced(model, leases[3], rollout, 1.6)
         np.testing.assert_allclose(rollout.log_probs, expected.numpy(), atol=1e-5, rtol=0)
     assert max(max(row) for row in tokens(mixed[101]).values()) < VOCABULARY
+
+
+def test_bad_weights_are_reported_whatever_the_temperature(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    broken = TransformersEngine(tmp_path, "float32", "cpu", threads=1)
+    broken.load_weights(save({name: w * torch.nan for name, w in load(export_weights(model, "float32")).items()}), 5)
+    leases = make_leases((5, 9))
+    for group in generate(broken, [with_temperature(leases[0], 0.0), leases[1]]).values():
+        assert group.rollouts == () and all("version 5 has bad weights" in failure.reason for failure in group.failures)
+        assert len(group.failures) == len(leases[0].members)
