@@ -47,7 +47,8 @@ class Evaluations:
     def waiting(self, version: int, limit: int) -> list[int]:
         """Up to `limit` groups that nobody works at and that a worker which holds `version` may take."""
         rows = self._db.rows(
-            "SELECT group_id FROM groups WHERE state = 'leased' AND worker_id IS NULL AND evaluation <= ?"
+            "SELECT group_id FROM groups WHERE state = 'leased' AND worker_id IS NULL"
+            " AND evaluation = (SELECT version FROM evaluations WHERE figures IS NULL AND version <= ?)"
             " ORDER BY group_id LIMIT ?",
             version,
             limit,
@@ -139,10 +140,10 @@ class Evaluations:
         return {"eval/oldest_version": float(row["oldest"]), "eval/newest_version": float(row["newest"])}
 
     def _cost(self, version: int, opened_at_s: float) -> dict[str, float]:
-        """How long it took, and its share of all tokens that workers handed in meanwhile."""
+        """How long it took, and its share of the tokens of all groups that were scored meanwhile."""
         row = self._db.row(
-            "SELECT SUM(attempts.tokens) AS everything, SUM(CASE WHEN evaluation = ? THEN attempts.tokens END) AS own"
-            " FROM attempts JOIN groups USING (group_id) WHERE ended_at_s >= ?",
+            "SELECT SUM(tokens) AS everything, SUM(CASE WHEN evaluation = ? THEN tokens END) AS own"
+            " FROM groups WHERE scored_at_s >= ?",
             version,
             opened_at_s,
         )

@@ -252,7 +252,7 @@ def test_a_resume_takes_back_what_is_newer_and_it_is_evaluated_anew(run):
     assert [figures["eval/prompts"] for figures in run.figures()] == [4.0, 4.0]
 
 
-def test_the_share_of_tokens_counts_what_was_handed_in_meanwhile(run):
+def test_the_share_of_tokens_is_of_what_was_scored_meanwhile(run):
     trained, evaluated = run.lease("a", 0)
     run.clock.now += 5.0
     run.finish(trained, 0, worker="a")
