@@ -34,6 +34,8 @@ Sections are checked together too:
 
 - κ ≤ S + 1, else no snapshot is fresh enough for every step;
 - `dissemination.retain_snapshots` ≥ S + κ, else a snapshot in use would be deleted;
+- `evaluation.every_steps` is a multiple of κ, else some versions that are due are never published;
+- `evaluation.samples` = 1 where `evaluation.temperature` is 0, since greedy completions are all the same;
 - `batch.members` ≥ 2 where `batch.drop_zero_variance` is true, since one member has no variance;
 - `hub.heartbeat_timeout_s` ≥ 3 · `worker.heartbeat_interval_s`;
 - `objective.loss_type = "gspo"` only with `objective.loss_agg_mode = "seq_mean_token_mean"`;

@@ -16,6 +16,7 @@ from pydantic import ValidationError, model_validator
 
 from echo2.config_activation import ActivationSection
 from echo2.config_base import Section
+from echo2.config_evaluation import EvaluationSection
 from echo2.config_learner import LearnerSection
 from echo2.config_sections import (
     BatchSection,
@@ -45,6 +46,7 @@ class Config(Section):
     batch: BatchSection = BatchSection()
     sampling: SamplingSection = SamplingSection()
     staleness: StalenessSection = StalenessSection()
+    evaluation: EvaluationSection = EvaluationSection()
     learner: LearnerSection = LearnerSection()
     objective: ObjectiveSection = ObjectiveSection()
     hub: HubSection = HubSection()
@@ -63,6 +65,11 @@ class Config(Section):
             raise ValueError(
                 f"staleness.publish_interval = {interval} exceeds staleness.bound + 1 = {bound + 1}: no snapshot could be "
                 f"fresh enough for every step; lower publish_interval to {bound + 1} or raise bound to {interval - 1}"
+            )
+        if self.evaluation.every_steps % interval:
+            raise ValueError(
+                f"evaluation.every_steps = {self.evaluation.every_steps} is not a multiple of staleness.publish_interval = "
+                f"{interval}, so workers never hold some of the versions to evaluate: choose a multiple of {interval}"
             )
         if self.dissemination.retain_snapshots < bound + interval:
             raise ValueError(

@@ -16,6 +16,7 @@ from echo2.config_base import S3_LOCATION, NonNegativeInt, Section
 
 FolderPath = Annotated[Path, Field(strict=False)]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
+LEAST_TEMPERATURE = 1e-3
 
 AdvantageEstimator = Literal["grpo", "mean_only", "batch", "rloo"]
 LossType = Literal["grpo", "gspo", "cispo", "decoupled_ppo"]
@@ -64,7 +65,7 @@ class BatchSection(Section):
 class SamplingSection(Section):
     """How completions are sampled; log-probabilities are those of the distribution that was sampled from."""
 
-    temperature: Annotated[float, Field(ge=1e-3)] = 1.0
+    temperature: Annotated[float, Field(ge=LEAST_TEMPERATURE)] = 1.0
     """Divides the logits before sampling."""
     max_completion_tokens: PositiveInt = 8
     """A completion that reaches this length ends with finish reason `length`."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PANELS = (
-    ("share", ("reward", "exact_match")),
+    ("share", ("reward", "exact_match", "eval/reward", "eval/pass@1")),
     ("steps", ("staleness/mean", "staleness/max")),
     ("s per step", ("learner/step_s", "learner/wait_s")),
     ("utilisation, %", ("capacity/predicted_utilisation", "capacity/observed_utilisation")),
@@ -70,9 +70,10 @@ def draw_curves(figure: Figure, title: str, staleness_bound: int, steps: Steps) 
     for axis, (unit, names) in zip(axes, PANELS, strict=True):
         percent = 100 if unit.endswith("%") else 1
         for name in names:
-            shown = [(step["step"], percent * step[name]) for step in steps if name in step]
+            place, marker = ("eval/version", "o") if name.startswith("eval/") else ("step", None)
+            shown = [(step[place], percent * step[name]) for step in steps if name in step]
             if shown:
-                axis.plot(*zip(*shown, strict=True), label=name)
+                axis.plot(*zip(*shown, strict=True), label=name, marker=marker)
         if unit == "steps":
             axis.axhline(staleness_bound, color="grey", linestyle="--", label="bound S")
         if unit == "s per step":

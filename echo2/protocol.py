@@ -57,6 +57,8 @@ class Lease(Wire):
     """Members still to be generated."""
     prompt_token_ids: tuple[int, ...]
     timeout_s: float
+    temperature: float | None = None
+    """Of a group that is evaluated, in place of the run's; 0 takes the most probable token. None where it is to be trained."""
 
 
 class LeaseAnswer(Wire):
@@ -135,6 +137,20 @@ class ScoredRollout:
     rollout: Rollout
     reward: float
     worker_id: str
+
+
+class LogProbDifference(Wire):
+    """How far the learner's log-probabilities were from the sampled ones, over what one worker made of a trained group."""
+
+    group_id: Index
+    worker_id: str
+    oldest_version: Index
+    newest_version: Index
+    """Versions that the worker says it sampled the tokens with, from the oldest to the newest."""
+    tokens: Annotated[int, Field(ge=1)]
+    mean: Annotated[float, Field(ge=0.0)]
+    """Mean over these tokens of |ln π₀ − ln μ|, in nats: π₀ the policy at the start of the step, μ as sampled."""
+    max: Annotated[float, Field(ge=0.0)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,7 @@ def summarise(config: Config, status: Mapping[str, Any], steps: Steps, observati
         "busy_share_observed_in_window": observations.utilisation,
         "busy_share_predicted": predict_busy_share(config, calibration),
         "measured_terms": calibration.figures(),
+        "evaluations": status["evaluations"],
         "trained_groups": status["groups"]["trained"],
         "groups": status["groups"],
         "wasted_tokens": status["wasted_tokens"],
@@ -126,6 +127,8 @@ def render_status(status: Mapping[str, Any]) -> str:
         f"| {w['worker_id']} | {w['version']} | {w['groups']} | {w['groups_per_s']:.2f} | {w['silent_s']:.1f} |"
         for w in status["workers"]
     ]
+    lines += _evaluation_table(status["evaluations"])
+    lines += _mismatch_table(status["log_prob_differences"])
     lines += _terms_table(status["measured_terms"])
     if last:
         lines += ["", "| metric of the last step | value |", "|---|---|"]
@@ -134,6 +137,39 @@ def render_status(status: Mapping[str, Any]) -> str:
         lines += ["", "| event | subject | detail |", "|---|---|---|"]
         lines += [f"| {e['kind']} | {e['subject']} | {e['detail'][:200].replace('|', '/')} |" for e in status["events"]]
     return "\n".join(lines) + "\n"
+
+
+def _evaluation_table(evaluations: Sequence[Mapping[str, float]]) -> list[str]:
+    """What the run's evaluations gave, as lines of Markdown, with ± one standard error."""
+    hidden = ("eval/version", "eval/oldest_version", "eval/newest_version")
+    names = [name for name in (evaluations[-1] if evaluations else ()) if name not in hidden and not name.endswith("_stderr")]
+
+    def cell(figures: Mapping[str, float], name: str) -> str:
+        error = figures.get(f"{name}_stderr")
+        return "–" if name not in figures else f"{figures[name]:.4g}" + ("" if error is None else f" ± {error:.2g}")
+
+    def made_by(figures: Mapping[str, float]) -> str:
+        span = sorted({figures[name] for name in hidden[1:] if name in figures})
+        return " … ".join(f"{version:.0f}" for version in span) or "–"
+
+    rows = [f"| {' | '.join([f'{e[hidden[0]]:.0f}', made_by(e), *(cell(e, name) for name in names)])} |" for e in evaluations]
+    heads = ["evaluation of version", "made by versions", *(name.removeprefix("eval/") for name in names)]
+    return ["", f"| {' | '.join(heads)} |", "|" + "---|" * len(heads), *rows] if rows else []
+
+
+def _mismatch_table(workers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How far each worker's log-probabilities are from the learner's, as lines of Markdown."""
+
+    def nats(value: float | None) -> str:
+        return "–" if value is None else f"{value:.3g}"
+
+    rows = [
+        f"| {w['worker_id']} | {w['groups']} | {w['tokens']} | {nats(w['mean'])} | {nats(w['max'])} "
+        f"| {nats(w['compared_mean'])} | {nats(w['others_mean'])} | {w['score']:.1f} |"
+        for w in workers
+    ]
+    heads = ("groups", "tokens", "difference of ln p, mean", "max", "where comparable", "others there", "score")
+    return ["", f"| worker | {' | '.join(heads)} |", "|---|" + "---|" * len(heads), *rows] if rows else []
 
 
 def _terms_table(measured: Mapping[str, Any]) -> list[str]:

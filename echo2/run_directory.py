@@ -23,7 +23,7 @@ from echo2.durability import write_atomically
 from echo2.errors import UserError
 
 # A resumed run may change how long and how it runs, not what it learns from.
-FIXED_SECTIONS = ("model", "task", "batch", "sampling", "staleness")
+FIXED_SECTIONS = ("model", "task", "batch", "sampling", "staleness", "evaluation")
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,7 @@ class Disseminator:
 
     def publish(self) -> dict[str, float]:
         """Export the learner's version and leave the rest to other threads. Raises what an earlier stage raised."""
-        self._collect()
+        self.check()
         began = time.monotonic()
         exported = export(self._session.learner)
         hub, settings = self._session.hub, self._session.config.dissemination
@@ -124,7 +124,8 @@ class Disseminator:
             self._stages.popleft().result(timeout=timeout_s)
         self._publisher.finish(self._session.learner.version >= config.run.steps, timeout_s)
 
-    def _collect(self) -> None:
+    def check(self) -> None:
+        """Raises what a stage that has ended raised."""
         # A future's `state` asks Prefect's server, which may be away; the thread behind it knows as well.
         while self._stages and self._stages[0].wrapped_future.done():
             self._stages.popleft().result()

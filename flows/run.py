@@ -116,6 +116,12 @@ def render_summary(summary: Mapping[str, Any], config: Config, elapsed_s: float)
     def share(value: float | None) -> str:
         return "unknown" if value is None else f"{100 * value:.1f} %"
 
+    def held_out(figures: Mapping[str, float]) -> str:
+        error = f" ± {100 * figures['eval/pass@1_stderr']:.1f}" if "eval/pass@1_stderr" in figures else ""
+        return f"{share(figures.get('eval/pass@1'))}{error} with version {figures['eval/version']:.0f}"
+
+    evaluations = summary["evaluations"]
+    ends = evaluations[:1] + evaluations[1:][-1:]
     elsewhere = config.learner.checkpoints
     here = "" if elsewhere else "checkpoints/, "
     lines = [
@@ -123,6 +129,7 @@ def render_summary(summary: Mapping[str, Any], config: Config, elapsed_s: float)
         f"{elapsed_s:.0f} s with start and end",
         f"  exact match         {share(summary['exact_match_first'])} in the first 3 steps, "
         f"{share(summary['exact_match_last'])} in the last 10",
+        *([f"  held-out pass@1     {', '.join(map(held_out, ends))}"] if ends else []),
         f"  learner busy        {share(summary['busy_share_observed'])} of the run; "
         f"in its last {summary['busy_share_window_steps']} steps {share(summary['busy_share_observed_in_window'])} observed, "
         f"{share(summary['busy_share_predicted'])} predicted by the capacity model from their T, L, μ, D",

@@ -5,6 +5,8 @@ does not stop it; a step that a crash cut off is trained again from the same bat
 """
 
 # Annotations stay real types: a deployment sends the flow to another process without this module's names.
+import logging
+from collections.abc import Callable
 from typing import Any
 
 from prefect import flow, task
@@ -21,6 +23,8 @@ from flows.capacity import CapacityWatch, watched_capacity
 from flows.dissemination import Disseminator
 from flows.session import Session, Stopped, open_session, stoppable
 from flows.stopwatch import Stopwatch
+
+log = logging.getLogger(__name__)
 
 
 @flow(name="echo2-train", flow_run_name="{config.run.name}", task_runner=ThreadPoolTaskRunner(max_workers=4))
@@ -42,18 +46,26 @@ def train_segment(session: Session, watch: CapacityWatch) -> None:
     dissemination.publish()
     last = min(config.run.steps, learner.version + config.flow.segment_steps)
     stopwatch = Stopwatch()
+
+    def keep_waiting() -> None:
+        dissemination.check()
+        session.check_supply()
+
     while learner.version < last:
         session.check_stop()
         step = learner.version
         with stopwatch.waiting():
-            batch = hub.take_batch(step, session.check_supply)
+            batch = hub.take_batch(step, keep_waiting)
         metrics = learner_step(learner, quote(batch))
-        if learner.version % config.staleness.publish_interval == 0:
+        ended = learner.version == config.run.steps
+        if learner.version % config.staleness.publish_interval == 0 or (ended and config.evaluation.every_steps):
             metrics |= dissemination.publish()
-        if learner.version == config.run.steps:
-            session.fleet.let_go()
         metrics |= stopwatch.lap() | watch.metrics
-        hub.commit(step, metrics, session.checkpoints.oldest)
+        if ended:
+            metrics |= last_evaluation(session, keep_waiting)
+            session.fleet.let_go()
+        for warning in hub.commit(step, metrics, session.checkpoints.oldest, learner.differences):
+            log.warning("%s", warning)
         session.trackers.log(step, metrics)
         session.checkpoints.observe(metrics)
         # After the commit, so that no checkpoint is ever ahead of the ledger.
@@ -68,6 +80,20 @@ def learner_step(learner: Learner, batch: Batch) -> dict[str, float]:
     metrics = learner.train_step(batch)
     del metrics["reward"]
     return scored_metrics(batch) | metrics
+
+
+def last_evaluation(session: Session, keep_waiting: Callable[[], None]) -> dict[str, float]:
+    """The figures of the run's last version, for which its workers stay; empty without evaluations, or if asked to stop.
+
+    `keep_waiting` as with `HubClient.take_batch`.
+    """
+    if not session.config.evaluation.every_steps:
+        return {}
+    try:
+        return session.hub.take_evaluation(session.learner.version, keep_waiting)
+    except Stopped:
+        log.warning("the run's last version is not evaluated, since the run was asked to stop")
+        return {}
 
 
 def scored_metrics(batch: Batch) -> dict[str, float]:

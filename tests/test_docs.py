@@ -163,6 +163,7 @@ def test_the_summary_in_the_readme_is_the_one_that_a_run_prints():
         "busy_share_window_steps": 100,
         "busy_share_observed_in_window": 0.1,
         "busy_share_predicted": 0.1,
+        "evaluations": [{"eval/version": v, "eval/pass@1": 0.1, "eval/pass@1_stderr": 0.01} for v in (0.0, 50.0, 100.0)],
         "max_staleness": 2,
         "staleness_bound": 2,
         "trained_groups": 1,

@@ -22,6 +22,8 @@ STATUS = {
     "quiet_s": None,
     "rollouts_per_s": 10.0,
     "workers": [],
+    "log_prob_differences": [],
+    "evaluations": [],
     "last_step": {},
     "measured_terms": {
         "accepted_share": {"value": 0.5176, "low": 0.5, "high": 0.53, "count": 9},

@@ -24,7 +24,7 @@ from echo2.dissemination.store import SnapshotStore
 from echo2.errors import UserError
 from echo2.hub.metrics import render_metrics
 from echo2.hub.service import Hub
-from echo2.protocol import BodyError, Telemetry, decode_group, encode_batch
+from echo2.protocol import BodyError, LogProbDifference, Telemetry, decode_group, encode_batch
 from echo2.run_directory import RunDirectory
 
 MAX_WAIT_S = 60.0
@@ -48,6 +48,7 @@ class LeaseReturn(BaseModel):
 class StepCommit(BaseModel):
     metrics: dict[str, float]
     oldest_checkpoint: int = Field(ge=0)
+    differences: list[LogProbDifference] = []
 
 
 class ResumeRequest(BaseModel):
@@ -247,8 +248,12 @@ def _add_learner_routes(app: FastAPI) -> None:
 
     @app.post("/v1/steps/{step}")
     async def commit(request: Request, step: int, done: StepCommit) -> dict[str, Any]:
-        await _hub(request).commit(step, done.metrics, done.oldest_checkpoint)
-        return {}
+        return {"warnings": await _hub(request).commit(step, done.metrics, done.oldest_checkpoint, done.differences)}
+
+    @app.get("/v1/evaluations/{version}")
+    async def evaluation(request: Request, version: int, wait_s: Wait = 0.0) -> Response:
+        figures = await _hub(request).evaluation(version, wait_s)
+        return Response(status_code=204) if figures is None else JSONResponse(figures)
 
     @app.post("/v1/resume")
     async def resume(request: Request, wanted: ResumeRequest) -> dict[str, Any]:

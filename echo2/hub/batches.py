@@ -8,18 +8,20 @@ checkpoint that the run may go on from can ask for them.
 from __future__ import annotations
 
 import json
-import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from echo2.errors import UserError
-from echo2.hub.group_book import GroupBook
+from echo2.hub.evaluations import Evaluations
+from echo2.hub.group_book import GroupBook, means_over
+from echo2.protocol import LogProbDifference
 
 
 class Batches:
     """Which groups train at which step."""
 
-    def __init__(self, book: GroupBook) -> None:
+    def __init__(self, book: GroupBook, evaluations: Evaluations) -> None:
         self._book = book
+        self._evaluations = evaluations
         self._db = book.db
 
     def assign(self, step: int) -> list[int] | None:
@@ -44,17 +46,26 @@ class Batches:
                 return None
             self._db.executemany("UPDATE groups SET step = ? WHERE group_id = ?", [(step, r["group_id"]) for r in rows])
             self._db.execute("UPDATE groups SET step = ? WHERE state = 'filtered' AND step IS NULL", (step,))
+            self._evaluations.tell(step)
         return self._assigned(step)
 
     def scored_means(self, step: int) -> dict[str, float]:
-        """Means over every group scored for `step`, the filtered ones included, and how many there were."""
-        rows = self._db.rows("SELECT state, scores FROM groups WHERE step = ? AND scores IS NOT NULL", step)
-        scores = [json.loads(r["scores"]) for r in rows]
-        names = {name for s in scores for name in s}
-        means = {name: statistics.fmean(s[name] for s in scores if name in s) for name in sorted(names)}
-        return means | {"groups": len(rows), "filtered": sum(r["state"] == "filtered" for r in rows)}
+        """Means over every group scored for `step`, the filtered ones included, and how many there were.
 
-    def commit(self, step: int, metrics: Mapping[str, float], oldest_checkpoint: int) -> None:
+        With the figures of the evaluation that is told at this step, if there is one.
+        """
+        rows = self._db.rows("SELECT state, scores FROM groups WHERE step = ? AND scores IS NOT NULL", step)
+        means = means_over([json.loads(r["scores"]) for r in rows])
+        counts = {"groups": len(rows), "filtered": sum(r["state"] == "filtered" for r in rows)}
+        return means | counts | self._evaluations.told(step)
+
+    def commit(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        oldest_checkpoint: int,
+        differences: Sequence[LogProbDifference] = (),
+    ) -> None:
         """Step `step` is done: its groups are trained. Payloads that no kept checkpoint can ask for again are let go."""
         if self._db.row("SELECT 1 FROM steps WHERE step = ?", step):
             return
@@ -63,6 +74,13 @@ class Batches:
         with self._db.transaction(durable=True):
             self._db.execute("UPDATE groups SET state = 'trained' WHERE step = ? AND state = 'ready'", (step,))
             self._db.execute("INSERT INTO steps VALUES (?, ?, ?)", (step, self._book.clock(), json.dumps(dict(metrics))))
+            self._db.executemany(
+                "INSERT INTO log_prob_differences VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                [
+                    (step, d.group_id, d.worker_id, d.oldest_version, d.newest_version, d.tokens, d.mean, d.max)
+                    for d in differences
+                ],
+            )
             self._book.expire_stale(step + 1)
             self._prune(oldest_checkpoint)
 
@@ -86,6 +104,8 @@ class Batches:
                 )
             self._db.execute("UPDATE groups SET state = 'ready' WHERE state = 'trained' AND step >= ?", (version,))
             self._db.execute("DELETE FROM steps WHERE step >= ?", (version,))
+            self._db.execute("DELETE FROM log_prob_differences WHERE step >= ?", (version,))
+            self._evaluations.resume(version)
         return ahead
 
     def _assigned(self, step: int) -> list[int]:

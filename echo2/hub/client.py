@@ -18,7 +18,16 @@ from pydantic import ValidationError
 from echo2.dissemination.broadcast.record import RECORD, BroadcastRecord
 from echo2.dissemination.manifest import Manifest, SnapshotWithdrawn, parse_manifest, parse_route
 from echo2.errors import UserError, WaitTimeout
-from echo2.protocol import Batch, GroupRollouts, LeaseAnswer, Telemetry, WorkerWelcome, decode_batch, encode_group
+from echo2.protocol import (
+    Batch,
+    GroupRollouts,
+    LeaseAnswer,
+    LogProbDifference,
+    Telemetry,
+    WorkerWelcome,
+    decode_batch,
+    encode_group,
+)
 
 MAX_PAUSE_S = 2.0
 POLL_S = 20.0
@@ -164,8 +173,28 @@ class HubClient:
                 return decode_batch(answer.content)
             keep_waiting()
 
-    def commit(self, step: int, metrics: Mapping[str, float], oldest_checkpoint: int) -> None:
-        self._json("POST", f"/v1/steps/{step}", {"metrics": dict(metrics), "oldest_checkpoint": oldest_checkpoint})
+    def commit(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        oldest_checkpoint: int,
+        differences: Sequence[LogProbDifference] = (),
+    ) -> list[str]:
+        """Step `step` is done; returns what is to be told of the workers that `differences` speak against."""
+        done = {
+            "metrics": dict(metrics),
+            "oldest_checkpoint": oldest_checkpoint,
+            "differences": [difference.model_dump() for difference in differences],
+        }
+        return self._json("POST", f"/v1/steps/{step}", done)["warnings"]
+
+    def take_evaluation(self, version: int, keep_waiting: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """The figures of the evaluation of `version`, once it ends; `keep_waiting` as with `take_batch`."""
+        while True:
+            answer = self._request("GET", f"/v1/evaluations/{version}", params={"wait_s": BATCH_POLL_S}, extra_s=BATCH_POLL_S)
+            if answer.status_code == 200:
+                return answer.json()
+            keep_waiting()
 
     def resume(self, version: int) -> int:
         return self._json("POST", "/v1/resume", {"version": version})["replayed_steps"]

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from echo2.capacity.admission import oldest_trainable_version
 from echo2.config import Config
+from echo2.config_evaluation import EvaluationSection
 from echo2.hub.database import Database
+from echo2.hub.evaluation_groups import EvaluationGroups
 from echo2.protocol import BodyError, GroupRollouts, encode_rollout
+
+NO_EVALUATION = EvaluationSection()
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +32,17 @@ class LedgerRules:
     drop_zero_variance: bool
     lease_timeout_s: float
     max_attempts: int
+    evaluation: EvaluationSection = NO_EVALUATION
+
+    @property
+    def evaluation_groups(self) -> EvaluationGroups:
+        return EvaluationGroups(self.evaluation.prompts, self.evaluation.samples, self.members)
+
+
+def means_over(scores: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each figure over those that have it."""
+    names = sorted({name for each in scores for name in each})
+    return {name: fmean(each[name] for each in scores if name in each) for name in names}
 
 
 def rules_of(config: Config) -> LedgerRules:
@@ -39,6 +55,7 @@ def rules_of(config: Config) -> LedgerRules:
         drop_zero_variance=config.batch.drop_zero_variance,
         lease_timeout_s=config.hub.lease_timeout_s,
         max_attempts=config.hub.max_attempts,
+        evaluation=config.evaluation,
     )
 
 
@@ -62,7 +79,9 @@ class GroupBook:
 
     def live_groups(self) -> int:
         """Groups admitted and not dropped; every committed step trained exactly B of them."""
-        waiting = self.db.value("SELECT COUNT(*) FROM groups WHERE state IN ('leased', 'generated', 'ready')")
+        waiting = self.db.value(
+            "SELECT COUNT(*) FROM groups WHERE state IN ('leased', 'generated', 'ready') AND evaluation IS NULL"
+        )
         return self.current_step * self.rules.groups_per_batch + waiting
 
     def store(self, worker_id: str, group: GroupRollouts, row: sqlite3.Row) -> int:
@@ -70,13 +89,14 @@ class GroupBook:
         tokens = 0
         for r in group.rollouts:
             inserted = self.db.execute(
-                "INSERT OR IGNORE INTO rollouts VALUES (?, ?, ?, ?, ?, ?, NULL, ?)",
+                "INSERT OR IGNORE INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, NULL, ?)",
                 (
                     group.group_id,
                     r.member,
                     group.attempt,
                     worker_id,
                     int(r.versions.min()),
+                    int(r.versions.max()),
                     len(r.token_ids),
                     encode_rollout(r),
                 ),
@@ -96,7 +116,8 @@ class GroupBook:
         oldest = oldest_trainable_version(step, self.rules.staleness_bound)
         for row in self.db.rows(
             "SELECT group_id, COALESCE(oldest_version, lease_version) AS version FROM groups"
-            " WHERE state IN ('leased', 'generated', 'ready') AND step IS NULL AND COALESCE(oldest_version, lease_version) < ?"
+            " WHERE state IN ('leased', 'generated', 'ready') AND step IS NULL AND evaluation IS NULL"
+            " AND COALESCE(oldest_version, lease_version) < ?"
             " AND NOT (state = 'leased' AND worker_id IS NULL AND oldest_version IS NULL)",
             oldest,
         ):
@@ -120,7 +141,11 @@ class GroupBook:
             raise BodyError(f"group {group_id} was never leased")
         return row
 
+    def members_of(self, row: sqlite3.Row) -> int:
+        """How many members the group of this row is to have."""
+        return self.rules.members if row["evaluation"] is None else self.rules.evaluation_groups.size(row["group_id"])
+
     def missing_members(self, group_id: int) -> set[int]:
         here = {r["member"] for r in self.db.rows("SELECT member FROM rollouts WHERE group_id = ?", group_id)}
-        failed = json.loads(self.group(group_id)["failed_members"])
-        return set(range(self.rules.members)) - here - set(failed)
+        row = self.group(group_id)
+        return set(range(self.members_of(row))) - here - set(json.loads(row["failed_members"]))

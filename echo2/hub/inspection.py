@@ -8,6 +8,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from echo2.errors import UserError
 from echo2.hub.database import Database, damaged
 from echo2.hub.group_book import rules_of
 from echo2.hub.ledger import Ledger
+from echo2.hub.mismatch import recent_mismatches
 from echo2.hub.rentals import read_rentals
 from echo2.hub.roster import Roster
 from echo2.hub.statistics import Statistics
@@ -102,8 +104,10 @@ def describe_run(run: RunRecord, database: Database) -> dict[str, Any]:
         "rollouts_per_s": statistics.rollouts_per_s(quiet=quiet_s is not None),
         "workers": workers,
         "workers_seen": statistics.workers_seen(),
+        "log_prob_differences": [asdict(found) for found in recent_mismatches(database)],
         "versions_disseminated": statistics.versions_loaded(),
         "last_step": statistics.last_metrics(),
+        "evaluations": statistics.evaluations(),
         "measured_terms": calibrate(statistics.observations(_silence_s(run))).figures(),
         "cost_usd": roster.cost_usd(),
         "events": statistics.events(),

@@ -7,23 +7,25 @@ Invariants, each held by a test of the same name:
 - No group with staleness > S is ever trained.
 - After resume, every prompt up to the cursor is accounted for, none skipped, none twice.
 
-A group's id is also its place in the order of prompts.
+The id of a group that is to be trained is also its place in the order of prompts; groups of evaluations have ids of their own.
 """
 
 from __future__ import annotations
 
 import json
 import sqlite3
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Literal
 
 from echo2.capacity.admission import admissible_groups, oldest_trainable_version
 from echo2.hub.batches import Batches
 from echo2.hub.database import Database
-from echo2.hub.group_book import GroupBook, LedgerRules
+from echo2.hub.evaluation_groups import FIRST_EVALUATION_GROUP
+from echo2.hub.evaluations import Evaluations
+from echo2.hub.group_book import GroupBook, LedgerRules, means_over
 from echo2.protocol import BodyError, GroupRollouts, ScoredRollout, decode_rollout
 
 PostOutcome = Literal["accepted", "part", "duplicate", "late", "stale"]
@@ -54,7 +56,8 @@ class Ledger:
     def __init__(self, database: Database, rules: LedgerRules, clock: Callable[[], float] = time.time) -> None:
         self._db = database
         self._book = GroupBook(database, rules, clock)
-        self.batches = Batches(self._book)
+        self.evaluations = Evaluations(self._book)
+        self.batches = Batches(self._book, self.evaluations)
 
     @property
     def current_step(self) -> int:
@@ -66,10 +69,14 @@ class Ledger:
         """Newest version ever announced; −1 before the first."""
         return self._book.highest_version
 
-    def announce(self, version: int) -> None:
-        """From now on rollouts may carry `version`."""
+    def announce(self, version: int) -> int | None:
+        """From now on rollouts may carry `version`, whose evaluation begins if it is due.
+
+        Returns the version whose evaluation that cut short, if there is one.
+        """
         with self._db.transaction():
             self._db.set("highest_version", str(max(version, self._book.highest_version)))
+            return self.evaluations.open_if_due(version)
 
     def live_groups(self) -> int:
         """Groups admitted and not dropped; every committed step trained exactly B of them."""
@@ -78,25 +85,38 @@ class Ledger:
     # --- leases
 
     def lease(self, worker_id: str, version: int, limit: int) -> list[LeasedGroup]:
-        """Give up to `limit` groups to a worker that holds `version`: open leases first, then new ones by version credit."""
-        leased: list[LeasedGroup] = []
+        """Give up to `limit` groups to a worker that holds `version`: some to evaluate, if there are any, then some to train.
+
+        Of those to train, open leases come first, then new ones by version credit; what they leave is for the evaluation.
+        """
         with self._db.transaction():
             self._reopen_overdue()
-            live = self._book.live_groups()
-            for row in self._db.rows(
-                "SELECT group_id FROM groups WHERE state = 'leased' AND worker_id IS NULL ORDER BY group_id LIMIT ?", limit
-            ):
-                if self._admissible(live - 1, version) > 0:
-                    leased.append(self._lease_again(row["group_id"], worker_id, version))
-            room = min(limit - len(leased), self._admissible(live, version))
-            first = self._db.value("SELECT MAX(group_id) + 1 FROM groups")
-            for group_id in range(first, first + max(0, room)):
-                self._db.execute(
-                    "INSERT INTO groups (group_id, state, attempt, worker_id, lease_version, leased_at_s)"
-                    " VALUES (?, 'leased', 0, ?, ?, ?)",
-                    (group_id, worker_id, version, self._book.clock()),
-                )
-                leased.append(self._lease_again(group_id, worker_id, version))
+            waiting = self.evaluations.waiting(version, limit)
+            first = waiting[: self.evaluations.claim(limit)] if waiting else []
+            leased = [self._lease_again(group_id, worker_id, version) for group_id in first]
+            leased += self._lease_to_train(worker_id, version, limit - len(leased))
+            rest = waiting[len(first) :][: limit - len(leased)]
+            return leased + [self._lease_again(group_id, worker_id, version) for group_id in rest]
+
+    def _lease_to_train(self, worker_id: str, version: int, limit: int) -> list[LeasedGroup]:
+        leased: list[LeasedGroup] = []
+        live = self._book.live_groups()
+        for row in self._db.rows(
+            "SELECT group_id FROM groups WHERE state = 'leased' AND worker_id IS NULL AND evaluation IS NULL"
+            " ORDER BY group_id LIMIT ?",
+            limit,
+        ):
+            if self._admissible(live - 1, version) > 0:
+                leased.append(self._lease_again(row["group_id"], worker_id, version))
+        room = min(limit - len(leased), self._admissible(live, version))
+        first = self._db.value("SELECT MAX(group_id) + 1 FROM groups WHERE group_id < ?", FIRST_EVALUATION_GROUP)
+        for group_id in range(first, first + max(0, room)):
+            self._db.execute(
+                "INSERT INTO groups (group_id, state, attempt, worker_id, lease_version, leased_at_s)"
+                " VALUES (?, 'leased', 0, ?, ?, ?)",
+                (group_id, worker_id, version, self._book.clock()),
+            )
+            leased.append(self._lease_again(group_id, worker_id, version))
         return leased
 
     def fail(self, group_id: int, reason: str) -> None:
@@ -200,7 +220,8 @@ class Ledger:
         valid = [s for s in scores if s.reward is not None]
         reasons = sorted({s.reason for s in scores if s.reward is None})
         with self._db.transaction():
-            if self._book.group(group_id)["state"] != "generated":
+            group = self._book.group(group_id)
+            if group["state"] != "generated":
                 return
             for score in valid:
                 self._db.execute(
@@ -212,6 +233,9 @@ class Ledger:
             )
             if not valid:
                 self._book.drop(group_id, "failed", "no member could be scored: " + "; ".join(reasons))
+            elif group["evaluation"] is not None:
+                self._db.execute("UPDATE groups SET state = 'evaluated' WHERE group_id = ?", (group_id,))
+                self._db.execute("UPDATE rollouts SET payload = NULL WHERE group_id = ?", (group_id,))
             elif self._book.rules.drop_zero_variance and len({s.reward for s in valid}) == 1:
                 self._book.drop(group_id, "filtered", "all rewards equal")
             else:
@@ -224,8 +248,9 @@ class Ledger:
         if attempt is None or attempt["worker_id"] != worker_id:
             raise BodyError(f"group {group.group_id} attempt {group.attempt} was never leased to worker {worker_id}")
         members = [r.member for r in group.rollouts] + [f.member for f in group.failures]
-        if not all(0 <= m < self._book.rules.members for m in members):
-            raise BodyError(f"group {group.group_id}: members {members} are not within 0 to {self._book.rules.members - 1}")
+        size = self._book.members_of(self._book.group(group.group_id))
+        if not all(0 <= m < size for m in members):
+            raise BodyError(f"group {group.group_id}: members {members} are not within 0 to {size - 1}")
         newest = max((int(r.versions.max()) for r in group.rollouts), default=0)
         if newest > self._book.highest_version:
             raise BodyError(f"group {group.group_id} claims version {newest}, but the newest is {self._book.highest_version}")
@@ -238,12 +263,14 @@ class Ledger:
         return "part"
 
     def _complete(self, group: GroupRollouts, tokens: int) -> PostOutcome:
-        oldest = self._book.group(group.group_id)["oldest_version"]
+        row = self._book.group(group.group_id)
+        oldest = row["oldest_version"]
         if oldest is None:
             self._db.execute("UPDATE groups SET failed_members = '[]' WHERE group_id = ?", (group.group_id,))
             self._reopen(group.group_id, "engine_failed")
             return "accepted"
-        if oldest < oldest_trainable_version(self._book.current_step, self._book.rules.staleness_bound):
+        oldest_of_use = oldest_trainable_version(self._book.current_step, self._book.rules.staleness_bound)
+        if row["evaluation"] is None and oldest < oldest_of_use:
             self._book.end_attempt(group.group_id, group.attempt, "stale", tokens)
             self._book.drop(group.group_id, "expired", f"version {oldest} at step {self._book.current_step}")
             return "stale"
@@ -257,6 +284,4 @@ class Ledger:
 def _means(scores: Sequence[MemberScore]) -> dict[str, float]:
     if not scores:
         return {}
-    names = {name for s in scores for name in s.metrics}
-    means = {name: statistics.fmean(s.metrics[name] for s in scores if name in s.metrics) for name in sorted(names)}
-    return means | {"reward": statistics.fmean(s.reward for s in scores if s.reward is not None)}
+    return means_over([s.metrics for s in scores]) | {"reward": fmean(s.reward for s in scores if s.reward is not None)}

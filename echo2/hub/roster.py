@@ -150,3 +150,10 @@ class Roster:
         text = detail if isinstance(detail, str) else json.dumps(detail)
         with self._db.transaction():
             self._db.execute("INSERT INTO events VALUES (?, ?, ?, ?)", (self._clock(), kind, subject, text))
+
+    def note_once(self, kind: str, subject: str, detail: str) -> bool:
+        """Remember what happened, unless the same kind of thing was noted of `subject` before; returns whether it was new."""
+        known = self._db.row("SELECT 1 FROM events WHERE kind = ? AND subject = ?", kind, subject) is not None
+        if not known:
+            self.note(kind, subject, detail)
+        return not known

@@ -15,7 +15,7 @@ CREATE TABLE IF NOT EXISTS workers (
 CREATE TABLE IF NOT EXISTS groups (
     group_id         INTEGER PRIMARY KEY,
     state            TEXT NOT NULL CHECK (state IN
-                         ('leased', 'generated', 'ready', 'trained', 'filtered', 'expired', 'failed')),
+                         ('leased', 'generated', 'ready', 'trained', 'filtered', 'expired', 'failed', 'evaluated')),
     attempt          INTEGER NOT NULL,
     worker_id        TEXT,                  -- NULL: its lease is open, the next worker takes it
     lease_version    INTEGER NOT NULL,
@@ -27,10 +27,12 @@ CREATE TABLE IF NOT EXISTS groups (
     reason           TEXT,
     scores           TEXT,                  -- means over the group's members
     leased_at_s      REAL NOT NULL,
-    scored_at_s      REAL
+    scored_at_s      REAL,
+    evaluation       INTEGER                -- the version that it evaluates; NULL: it is to be trained
 ) STRICT;
 CREATE INDEX IF NOT EXISTS groups_by_state ON groups (state) WHERE state IN ('leased', 'generated', 'ready');
 CREATE INDEX IF NOT EXISTS groups_by_step ON groups (step);
+CREATE INDEX IF NOT EXISTS groups_by_evaluation ON groups (evaluation) WHERE evaluation IS NOT NULL;
 CREATE INDEX IF NOT EXISTS groups_by_score_time ON groups (scored_at_s);
 CREATE INDEX IF NOT EXISTS filtered_unassigned ON groups (state) WHERE state = 'filtered' AND step IS NULL;
 
@@ -54,16 +56,37 @@ CREATE TABLE IF NOT EXISTS rollouts (
     attempt          INTEGER NOT NULL,
     worker_id        TEXT NOT NULL,
     oldest_version   INTEGER NOT NULL,
+    newest_version   INTEGER NOT NULL,
     tokens           INTEGER NOT NULL,
     reward           REAL,
     payload          BLOB,                  -- NULL once no checkpoint can ask for it again
     PRIMARY KEY (group_id, member)
 ) STRICT;
 
+CREATE TABLE IF NOT EXISTS evaluations (
+    version          INTEGER PRIMARY KEY,
+    opened_at_s      REAL NOT NULL,
+    figures          TEXT,                  -- NULL while it goes on
+    step             INTEGER                -- the step among whose metrics they are
+) STRICT;
+
 CREATE TABLE IF NOT EXISTS steps (
     step             INTEGER PRIMARY KEY,
     finished_at_s    REAL NOT NULL,
     metrics          TEXT NOT NULL
+) STRICT;
+
+-- How far the learner's log-probabilities were from those that a worker sampled a group with, in nats.
+CREATE TABLE IF NOT EXISTS log_prob_differences (
+    step             INTEGER NOT NULL,
+    group_id         INTEGER NOT NULL,
+    worker_id        TEXT NOT NULL,
+    oldest_version   INTEGER NOT NULL,
+    newest_version   INTEGER NOT NULL,
+    tokens           INTEGER NOT NULL,
+    mean             REAL NOT NULL,
+    max              REAL NOT NULL,
+    PRIMARY KEY (step, group_id, worker_id)
 ) STRICT;
 
 CREATE TABLE IF NOT EXISTS disseminations (

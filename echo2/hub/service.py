@@ -25,17 +25,25 @@ from echo2.hub.database import Database
 from echo2.hub.group_book import rules_of
 from echo2.hub.inspection import describe_run
 from echo2.hub.ledger import LeasedGroup, Ledger, PostOutcome
+from echo2.hub.mismatch import recent_mismatches
+from echo2.hub.prompts import Prompts
 from echo2.hub.roster import Roster
 from echo2.hub.scoring import ScoringPool
 from echo2.hub.signals import Signal
 from echo2.hub.statistics import Statistics
 from echo2.hub.uplink import Uplink
-from echo2.protocol import Batch, GroupRollouts, Lease, LeaseAnswer, Sampling, Telemetry, TrainingGroup, WorkerWelcome
+from echo2.protocol import (
+    Batch,
+    GroupRollouts,
+    Lease,
+    LeaseAnswer,
+    LogProbDifference,
+    Telemetry,
+    TrainingGroup,
+    WorkerWelcome,
+)
 from echo2.run_directory import RunDirectory
-from echo2.tasks import PromptError, checked_prompt
-from echo2.tasks.catalog import make_task
-from echo2.tasks.order import prompt_index
-from echo2.tasks.tokenizer import check_agreement, load_tokenizer
+from echo2.tasks import PromptError
 
 log = logging.getLogger(__name__)
 SWEEP_INTERVAL_S = 0.5
@@ -60,15 +68,7 @@ class Hub:
         cap = config.dissemination.uplink_bytes_per_s
         self._pacer = Pacer(cap) if cap else None
         self.uplink = Uplink(self._pacer)
-        self._task = make_task(config.task, config.run.seed)
-        self._tokenizer = load_tokenizer(run.model)
-        check_agreement(self._task, self._tokenizer)
-        self.sampling = Sampling(
-            temperature=config.sampling.temperature,
-            max_completion_tokens=config.sampling.max_completion_tokens,
-            stop_token_ids=tuple(self._tokenizer.eos_token_ids),
-            seed=config.run.seed,
-        )
+        self._prompts = Prompts(run)
         self._scoring = ScoringPool(
             config.task, config.run.seed, run.model, config.hub.scoring_processes, config.hub.scoring_timeout_s
         )
@@ -76,6 +76,7 @@ class Hub:
         self.groups_ready = Signal()
         self.snapshot_announced = Signal()
         self.snapshot_loaded = Signal()
+        self.evaluation_ended = Signal()
         self._to_score: asyncio.Queue[int] = asyncio.Queue()
         self._chores: list[asyncio.Task[None]] = []
         self._broadcaster: Broadcaster | None = None
@@ -125,7 +126,8 @@ class Hub:
 
     def release_waiters(self) -> None:
         """The hub is about to stop: answer every long-poll now."""
-        for waited_for in (self.leases_open, self.groups_ready, self.snapshot_announced, self.snapshot_loaded):
+        waits = (self.leases_open, self.groups_ready, self.snapshot_announced, self.snapshot_loaded, self.evaluation_ended)
+        for waited_for in waits:
             waited_for.close()
 
     async def stop(self) -> None:
@@ -154,7 +156,7 @@ class Hub:
         return WorkerWelcome(
             worker_id=worker_id,
             run_id=self.run.run_id,
-            sampling=self.sampling,
+            sampling=self._prompts.sampling,
             config=self.run.config.model_dump(mode="json"),
             broadcast_port=self._broadcaster.port if self._broadcaster else None,
         )
@@ -186,7 +188,7 @@ class Hub:
         leases = []
         for group in leased:
             try:
-                prompt = self._prompt_token_ids(group.group_id)
+                prompt = self._prompts.token_ids_of(group.group_id)
             except PromptError as error:
                 await self.durably(self.ledger.fail, group.group_id, str(error))
                 await self.durably(self.roster.note, "prompt failed", f"group {group.group_id}", str(error))
@@ -198,6 +200,7 @@ class Hub:
                     members=group.members,
                     prompt_token_ids=prompt,
                     timeout_s=config.hub.lease_timeout_s,
+                    temperature=self._prompts.temperature_of(group.group_id),
                 )
             )
         return LeaseAnswer(leases=tuple(leases), ended=ended)
@@ -222,12 +225,6 @@ class Hub:
         await self.durably(self.roster.leave, worker_id)
         await self._reopen_leases(worker_id)
         self.snapshot_loaded.fire()
-
-    def prompt_of(self, group_id: int) -> int:
-        return prompt_index(group_id, self._task.size, self.run.config.run.seed)
-
-    def _prompt_token_ids(self, group_id: int) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode(checked_prompt(self._task, self.prompt_of(group_id))))
 
     async def _lease_now(self, worker_id: str, limit: int) -> list[LeasedGroup]:
         def lease() -> list[LeasedGroup]:
@@ -263,15 +260,28 @@ class Hub:
             return None
         groups = []
         for group_id in assigned:
-            prompt = self._prompt_token_ids(group_id)
+            prompt = self._prompts.token_ids_of(group_id)
             members = tuple(m for m in self.ledger.rollouts_of(group_id) if m.reward == m.reward)
             groups.append(TrainingGroup(group_id, prompt, members))
         return Batch(step, tuple(groups), self.ledger.batches.scored_means(step))
 
-    async def commit(self, step: int, metrics: dict[str, float], oldest_checkpoint: int) -> None:
-        await self.durably(self.ledger.batches.commit, step, metrics, oldest_checkpoint)
+    async def commit(
+        self, step: int, metrics: dict[str, float], oldest_checkpoint: int, differences: list[LogProbDifference]
+    ) -> list[str]:
+        """Step `step` is done; returns what is to be told of workers whose log-probabilities stand out for the first time."""
+        await self.durably(self.ledger.batches.commit, step, metrics, oldest_checkpoint, differences)
         self.leases_open.fire()
         self.groups_ready.fire()
+        suspects = [found for found in await self._look(recent_mismatches, self._view) if found.stands_out]
+        return [
+            str(found)
+            for found in suspects
+            if await self.durably(self.roster.note_once, "worker stands out", found.worker_id, str(found))
+        ]
+
+    async def evaluation(self, version: int, wait_s: float) -> dict[str, float] | None:
+        """The figures of the evaluation of `version`; None if it does not end within `wait_s`."""
+        return await self.evaluation_ended.poll(lambda: self.durably(self.ledger.evaluations.take, version), wait_s)
 
     async def resume(self, version: int) -> int:
         """The learner starts from `version`; newer snapshots are taken back. Returns how many steps will be replayed."""
@@ -283,11 +293,15 @@ class Hub:
     async def announce(self, version: int) -> Manifest:
         """A snapshot lies in the store: tell whoever waits. Raises SnapshotError if it does not."""
         manifest = self.store.manifest(version)
-        await self.durably(self.ledger.announce, version)
+        overtaken = await self.durably(self.ledger.announce, version)
+        if overtaken is not None:
+            told = f"it was not done when that of version {version} was due: raise evaluation.every_steps, or lower .prompts"
+            await self.durably(self.roster.note, "evaluation cut short", f"version {overtaken}", told)
         self.store.sweep(self.run.config.dissemination.retain_snapshots)
         if self._broadcaster is not None:
             self._broadcaster.announce(version)
         self.snapshot_announced.fire()
+        self.leases_open.fire()
         return manifest
 
     async def snapshot_route(self, held_id: str | None, wait_s: float) -> tuple[Manifest, ...]:
@@ -339,15 +353,21 @@ class Hub:
                 self.snapshot_loaded.fire()
             if await self.durably(self.ledger.reopen_overdue):
                 self.leases_open.fire()
+            await self._settle_evaluation()
+
+    async def _settle_evaluation(self) -> None:
+        if await self.durably(self.ledger.evaluations.settle):
+            self.evaluation_ended.fire()
 
     async def _score_groups(self) -> None:
         while True:
             group_id = await self._to_score.get()
             members = await self.durably(self.ledger.rollouts_of, group_id)
-            scores = await self._scoring.score(self.prompt_of(group_id), [m.rollout for m in members])
+            scores = await self._scoring.score(self._prompts.index_of(group_id), [m.rollout for m in members])
             reasons = {str(s.member): s.reason for s in scores if s.reward is None}
             if reasons:
                 await self.durably(self.roster.note, "scoring failed", f"group {group_id}", reasons)
             await self.durably(self.ledger.record_scores, group_id, scores)
+            await self._settle_evaluation()
             self.groups_ready.fire()
             self.leases_open.fire()

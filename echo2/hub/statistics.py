@@ -11,6 +11,7 @@ from typing import Any
 from echo2.capacity.calibration import GroupTime, Load, Observations, StepTime
 from echo2.capacity.transfer import SeenLinks
 from echo2.hub.database import Database
+from echo2.hub.evaluation_groups import FIRST_EVALUATION_GROUP
 from echo2.protocol import Telemetry
 
 RATE_WINDOW_S = 30.0
@@ -31,7 +32,11 @@ class Statistics:
         self._clock = clock
 
     def groups_by_state(self) -> dict[str, int]:
-        counts = {r["state"]: r["n"] for r in self._db.rows("SELECT state, COUNT(*) AS n FROM groups GROUP BY state")}
+        """Of the groups that are to be trained."""
+        counts = {
+            r["state"]: r["n"]
+            for r in self._db.rows("SELECT state, COUNT(*) AS n FROM groups WHERE evaluation IS NULL GROUP BY state")
+        }
         return {state: counts.get(state, 0) for state in STATES}
 
     def wasted_tokens(self) -> dict[str, int]:
@@ -42,7 +47,8 @@ class Statistics:
             if r["outcome"] in WASTED
         }
         dropped = self._db.rows(
-            "SELECT state, SUM(tokens) AS tokens FROM groups WHERE state IN ('filtered', 'expired', 'failed') GROUP BY state"
+            "SELECT state, SUM(tokens) AS tokens FROM groups WHERE state IN ('filtered', 'expired', 'failed')"
+            " AND evaluation IS NULL GROUP BY state"
         )
         return wasted | {r["state"]: r["tokens"] for r in dropped}
 
@@ -56,12 +62,13 @@ class Statistics:
         return silence_s if newest_s and silence_s > timeout_s else None
 
     def rollouts_per_s(self, quiet: bool = False) -> float:
-        """Scored members per second over the last half minute; in a `quiet` run the one that its last scores ended."""
+        """Scored members to train per second over the last half minute; in a `quiet` run the one that its last scores ended."""
         ended = self._clock()
         if quiet:
             ended = self._db.value("SELECT MAX(scored_at_s) FROM groups") or ended
         count = self._db.value(
-            "SELECT COUNT(reward) FROM groups JOIN rollouts USING (group_id) WHERE groups.scored_at_s > ?",
+            "SELECT COUNT(reward) FROM groups JOIN rollouts USING (group_id) WHERE groups.scored_at_s > ?"
+            " AND evaluation IS NULL",
             ended - RATE_WINDOW_S,
         )
         began = self._db.value("SELECT MIN(leased_at_s) FROM groups") or ended
@@ -75,6 +82,11 @@ class Statistics:
     def last_metrics(self) -> dict[str, float]:
         row = self._db.row("SELECT step, metrics FROM steps ORDER BY step DESC LIMIT 1")
         return json.loads(row["metrics"]) | {"step": row["step"]} if row else {}
+
+    def evaluations(self) -> list[dict[str, float]]:
+        """The figures of every evaluation that came to its end, by version."""
+        rows = self._db.rows("SELECT figures FROM evaluations WHERE figures IS NOT NULL ORDER BY version")
+        return [json.loads(r["figures"]) for r in rows]
 
     def max_trained_staleness(self) -> int | None:
         row = self._db.row("SELECT MAX(step - oldest_version) AS s FROM groups WHERE state = 'trained'")
@@ -148,10 +160,10 @@ class Statistics:
 
     def _groups_since(self, since_s: float) -> tuple[list[GroupTime], list[bool]]:
         """Times of the groups that were scored, and whether each was accepted, unless it only grew too old; both by time."""
-        newest = self._db.value("SELECT MAX(group_id) FROM groups")
+        newest = self._db.value("SELECT MAX(group_id) FROM groups WHERE group_id < ?", FIRST_EVALUATION_GROUP)
         rows = self._db.rows(
             "SELECT state, scored_at_s, attempts.worker_id AS worker_id, attempts.leased_at_s AS leased_at_s, ended_at_s,"
-            " outcome FROM groups LEFT JOIN attempts USING (group_id, attempt) WHERE group_id > ?"
+            " outcome FROM groups LEFT JOIN attempts USING (group_id, attempt) WHERE group_id > ? AND evaluation IS NULL"
             " AND state IN ('ready', 'trained', 'filtered', 'expired', 'failed')"
             " AND COALESCE(scored_at_s, groups.leased_at_s) > ? ORDER BY COALESCE(scored_at_s, groups.leased_at_s)",
             newest - NEWEST_GROUPS,

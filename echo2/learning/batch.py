@@ -17,7 +17,7 @@ from torch import Tensor
 
 from echo2.learning.objective import DEFAULT_OBJECTIVE, Objective
 from echo2.learning.packing import Layout, layout
-from echo2.protocol import Batch, Rollout
+from echo2.protocol import Batch, ScoredRollout, TrainingGroup
 
 PADDING_TOKEN_ID = 0
 """Any valid id serves: padding on the right is seen by no completion token."""
@@ -42,6 +42,8 @@ class MicroBatch:
     """[N] float32."""
     lengths: Tensor
     """[rows] int64: completion tokens of each sequence, in the order in which they lie in the flat arrays."""
+    origins: Tensor
+    """[rows] int64: where each of these sequences stands among those that the objective trains, in the batch's order."""
     counts: bool = True
     """False where its tokens count elsewhere: it only keeps this rank in step with others, which have one more to compute."""
 
@@ -53,20 +55,26 @@ class Share:
     parts: list[MicroBatch]
     tokens: int
     """Completion tokens of the whole batch, over all ranks."""
-    sequences: int
-    """Sequences of the whole batch, over all ranks."""
+    origins: list[tuple[TrainingGroup, ScoredRollout]]
+    """Group and member of each sequence of the whole batch, over all ranks, in the batch's order."""
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of the whole batch, over all ranks."""
+        return len(self.origins)
 
 
 @dataclass(frozen=True, slots=True)
 class _Sequence:
-    prompt_token_ids: tuple[int, ...]
-    rollout: Rollout
+    origin: int
+    group: TrainingGroup
+    member: ScoredRollout
     advantage: float
 
     @property
     def length(self) -> int:
         """Positions to compute: all tokens but the last."""
-        return len(self.prompt_token_ids) + len(self.rollout.token_ids) - 1
+        return len(self.group.prompt_token_ids) + len(self.member.rollout.token_ids) - 1
 
 
 def rank_share(
@@ -84,12 +92,14 @@ def rank_share(
     Packed, a micro-batch is one row without padding; otherwise neighbours in length share one, which keeps their padding short.
     Raises ValueError for an empty prompt or a reward that is not finite.
     """
-    sequences = sorted(_sequences(batch, objective), key=lambda sequence: sequence.length)
+    listed = list(_sequences(batch, objective))
+    sequences = sorted(listed, key=lambda sequence: sequence.length)
     cut = [_cut(dealt, token_limit, packed) for dealt in _deal(sequences, ranks)]
     parts = [_laid_out(part, device, packed) for part in cut[rank]]
     missing = max(map(len, cut)) - len(parts)
     parts += [_laid_out(sequences[:1], device, packed, counts=False) for _ in range(missing)]
-    return Share(parts, sum(len(sequence.rollout.token_ids) for sequence in sequences), len(sequences))
+    origins = [(sequence.group, sequence.member) for sequence in listed]
+    return Share(parts, sum(len(member.rollout.token_ids) for _, member in origins), origins)
 
 
 def _deal(sequences: Sequence[_Sequence], ranks: int) -> list[list[_Sequence]]:
@@ -119,10 +129,10 @@ def _cut(sequences: Sequence[_Sequence], token_limit: int, packed: bool) -> list
 
 
 def _sequences(batch: Batch, objective: Objective) -> Iterator[_Sequence]:
-    for group, rollout, advantage in objective.trained_members(batch):
+    for origin, (group, member, advantage) in enumerate(objective.trained_members(batch)):
         if not group.prompt_token_ids:
             raise ValueError(f"group {group.group_id} has an empty prompt: nothing predicts its first token")
-        yield _Sequence(group.prompt_token_ids, rollout, advantage)
+        yield _Sequence(origin, group, member, advantage)
 
 
 def _laid_out(sequences: Sequence[_Sequence], device: torch.device, packed: bool, counts: bool = True) -> MicroBatch:
@@ -131,11 +141,11 @@ def _laid_out(sequences: Sequence[_Sequence], device: torch.device, packed: bool
     token_ids = np.full(widths.sum(), PADDING_TOKEN_ID, np.int64)
     places = []
     for begin, sequence in zip(widths.cumsum() - widths, sequences, strict=True):
-        prompt = len(sequence.prompt_token_ids)
-        token_ids[begin : begin + prompt] = sequence.prompt_token_ids
-        token_ids[begin + prompt : begin + sequence.length] = sequence.rollout.token_ids[:-1]
+        prompt = len(sequence.group.prompt_token_ids)
+        token_ids[begin : begin + prompt] = sequence.group.prompt_token_ids
+        token_ids[begin + prompt : begin + sequence.length] = sequence.member.rollout.token_ids[:-1]
         places.append(np.arange(begin + prompt - 1, begin + sequence.length, dtype=np.int64))
-    rollouts = [sequence.rollout for sequence in sequences]
+    rollouts = [sequence.member.rollout for sequence in sequences]
     lengths = [len(rollout.token_ids) for rollout in rollouts]
     advantages = np.repeat(np.array([sequence.advantage for sequence in sequences], np.float32), lengths)
     return MicroBatch(
@@ -146,5 +156,6 @@ def _laid_out(sequences: Sequence[_Sequence], device: torch.device, packed: bool
         behaviour_log_probs=torch.from_numpy(np.concatenate([r.log_probs for r in rollouts]).astype(np.float32)).to(device),
         advantages=torch.from_numpy(advantages).to(device),
         lengths=torch.tensor(lengths).to(device),
+        origins=torch.tensor([sequence.origin for sequence in sequences]).to(device),
         counts=counts,
     )

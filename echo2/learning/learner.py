@@ -7,13 +7,13 @@ saved is finite; a learner that was restored goes on as if it had never stopped.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from echo2.errors import UserError
-from echo2.protocol import Batch
+from echo2.protocol import Batch, LogProbDifference
 
 
 class LearnerError(UserError):
@@ -24,6 +24,8 @@ class Learner(ABC):
     """A policy at `version`; used by one thread at a time."""
 
     version: int = 0
+    differences: Sequence[LogProbDifference] = ()
+    """Of the last step, one for each worker and group that it trained; none where a step computes no log-probabilities."""
 
     @abstractmethod
     def train_step(self, batch: Batch) -> dict[str, float]:

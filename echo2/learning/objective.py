@@ -19,7 +19,7 @@ from echo2.config_sections import ObjectiveSection, SamplingSection
 from echo2.learning.advantages import batch_advantages, soft_overlong_penalties
 from echo2.learning.corrections import at_tokens, exp_log_ratio, importance_weights, sequence_log_ratio, sequence_means
 from echo2.learning.losses import TokenLosses, batch_divisor, cispo_losses, clipped_losses, kl_estimates, token_weights
-from echo2.protocol import Batch, Rollout, TrainingGroup
+from echo2.protocol import Batch, ScoredRollout, TrainingGroup
 
 RATIO, DIFFERENCE = "sampling/importance_sampling_ratio", "sampling/sampling_logp_difference"
 
@@ -53,6 +53,8 @@ class Figures:
     """To be divided by the tokens of the whole batch."""
     smallest: Mapping[str, Tensor]
     largest: Mapping[str, Tensor]
+    distances: Tensor
+    """[M, 2]: mean and largest |ln π₀ − ln μ| of each sequence."""
 
     def without_weight(self) -> Figures:
         """The figures of tokens that count elsewhere: they add nothing to any sum, nor to a gradient."""
@@ -74,7 +76,7 @@ class Objective:
     def needs_reference(self) -> bool:
         return self.settings.beta > 0.0
 
-    def trained_members(self, batch: Batch) -> Iterator[tuple[TrainingGroup, Rollout, float]]:
+    def trained_members(self, batch: Batch) -> Iterator[tuple[TrainingGroup, ScoredRollout, float]]:
         """Members to train, each with its group and its advantage, in the batch's order.
 
         Advantages come from all members, those that `overlong` = `mask` then leaves out included. Raises ValueError for a
@@ -84,7 +86,7 @@ class Objective:
         for group, values in zip(batch.groups, advantages, strict=True):
             for member, advantage in zip(group.members, values, strict=True):
                 if self.settings.overlong != "mask" or member.rollout.finish_reason != "length":
-                    yield group, member.rollout, float(advantage)
+                    yield group, member, float(advantage)
 
     def divisor(self, tokens: int, sequences: int) -> int:
         """What the losses of the whole batch, over all its micro-batches and ranks, are divided by."""
@@ -192,4 +194,7 @@ def _figures(loss: Tensor, tokens: Tokens, policy: TokenLosses, proximal: Tensor
             f"{DIFFERENCE}/max": distance.max(),
             "clip_ratio/high_max": sequence_means(high, tokens.lengths).max(),
         },
+        distances=torch.stack(
+            [sequence_means(distance, tokens.lengths), torch.segment_reduce(distance, "max", lengths=tokens.lengths)], dim=1
+        ),
     )

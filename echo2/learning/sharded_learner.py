@@ -40,7 +40,7 @@ class ShardedLearner(Learner):
         with self._ranks.together(f"in step {batch.step}"):
             self._order("train_step")
             metrics = self._own.train_step(broadcast(batch))
-        self.version = self._own.version
+        self.version, self.differences = self._own.version, self._own.differences
         return metrics
 
     def begin_export(self) -> Callable[[], bytes]:

@@ -20,6 +20,7 @@ from echo2.config_learner import LearnerSection
 from echo2.learning.batch import MicroBatch, rank_share
 from echo2.learning.learner import Learner, LearnerError, batch_metrics
 from echo2.learning.log_probs import check_head, completion_log_probs, recompute_layers
+from echo2.learning.mismatch import log_prob_differences, worker_metrics
 from echo2.learning.objective import Figures, Objective, Tokens, step_metrics
 from echo2.learning.packing import enable_packing
 from echo2.learning.sharding import Shards, Whole, like, own_part, whole_weight
@@ -114,7 +115,9 @@ class TorchLearner(Learner):
         finally:
             self.optimizer.zero_grad(set_to_none=True)
         self.version += 1
-        figures |= {"learning_rate": self._learning_rate(batch.step), "tokens": float(share.tokens)} | batch_metrics(batch)
+        self.differences = log_prob_differences(share, [part.distances for part in found], shards.table)
+        figures |= worker_metrics(self.differences) | batch_metrics(batch)
+        figures |= {"learning_rate": self._learning_rate(batch.step), "tokens": float(share.tokens)}
         if self._settings.max_skipped_steps:
             figures["learner/skipped"] = float(self._skipped > 0)
         return {name: value for name, value in figures.items() if math.isfinite(value)}

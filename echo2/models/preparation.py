@@ -15,8 +15,9 @@ from pathlib import Path
 from echo2.config import Config
 from echo2.errors import ConfigError
 from echo2.models.recipe import TinyRecipe
-from echo2.tasks.base import Task
+from echo2.tasks.base import Task, checked_prompt
 from echo2.tasks.catalog import make_task
+from echo2.tasks.order import PromptOrder
 from echo2.tasks.tokenizer import character_tokenizer, check_agreement, load_tokenizer
 
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
@@ -48,8 +49,14 @@ def write_stand_in(config: Config, folder: Path) -> None:
 
 
 def check_model_and_task(config: Config) -> None:
-    """Raises ConfigError if the task cannot be made, or if a model folder is incomplete or does not fit it; needs no torch."""
+    """Raises ConfigError if the task cannot be made, or if a model folder is incomplete or does not fit it; needs no torch.
+
+    The same if too few prompts are there for the evaluation's.
+    """
     task = make_task(config.task, config.run.seed)
+    order = PromptOrder(task.size, config.run.seed, config.evaluation.held_out_prompts)
+    if config.evaluation.held_out_prompts:
+        checked_prompt(task, order.held_out(0))
     if config.model.path != "tiny":
         folder = Path(config.model.path).expanduser()
         check_model_folder(folder)

@@ -14,7 +14,7 @@ from blake3 import blake3
 from echo2.config import Config
 from echo2.tasks.base import Task
 
-WARM_START_FORMAT = 1
+WARM_START_FORMAT = 2
 """To be raised whenever the warm start changes what it makes of the same recipe."""
 EXAMPLES = 8
 """First prompts and answers that count as part of a recipe, since a task of the user's own may change its code."""
@@ -43,6 +43,8 @@ class TinyRecipe:
     task: dict[str, Any]
     examples: tuple[tuple[str, str | None], ...]
     warm_start_exact_match: float
+    held_out_prompts: int
+    """Prompts of a finite task that the warm start must not see either."""
     architecture: dict[str, Any] = field(default_factory=_architecture)
     warm_start_format: int = WARM_START_FORMAT
 
@@ -51,7 +53,9 @@ class TinyRecipe:
         """The recipe of the run's tiny model."""
         indexes = range(EXAMPLES if task.size is None else min(EXAMPLES, task.size))
         examples = tuple((task.prompt(index), task.answer(index)) for index in indexes)
-        return cls(config.run.seed, config.task.model_dump(mode="json"), examples, config.model.warm_start_exact_match)
+        held_out = 0 if task.size is None else config.evaluation.held_out_prompts
+        settings = config.task.model_dump(mode="json")
+        return cls(config.run.seed, settings, examples, config.model.warm_start_exact_match, held_out)
 
     def as_dict(self) -> dict[str, Any]:
         """The recipe as JSON values."""

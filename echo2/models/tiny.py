@@ -18,6 +18,7 @@ from echo2.models.loading import export_weights
 from echo2.models.recipe import TinyRecipe
 from echo2.models.warm_start import WarmStart, warm_start
 from echo2.tasks.base import Task
+from echo2.tasks.order import PromptOrder
 from echo2.tasks.tokenizer import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN, TextTokenizer, character_tokenizer
 
 
@@ -32,7 +33,8 @@ def make_tiny_model(recipe: TinyRecipe, task: Task, folder: Path, progress: Call
         model = random_model(recipe, tokenizer)
         reached = None
         if recipe.warm_start_exact_match > 0:
-            reached = warm_start(model, task, tokenizer, recipe.warm_start_exact_match, progress)
+            order = PromptOrder(task.size, recipe.seed, recipe.held_out_prompts)
+            reached = warm_start(model, task, order, tokenizer, recipe.warm_start_exact_match, progress)
     _save(model, tokenizer, recipe, reached, folder)
 
 

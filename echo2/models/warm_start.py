@@ -16,6 +16,7 @@ from torch import Tensor
 
 from echo2.errors import ConfigError
 from echo2.tasks.base import Task
+from echo2.tasks.order import PromptOrder
 from echo2.tasks.tokenizer import TextTokenizer
 
 LEARNING_RATE = 3e-3
@@ -26,7 +27,7 @@ HELD_OUT_PROMPTS = 512
 MAX_STEPS = 3000
 PROGRESS_STEPS = 10
 FIRST_PROMPT = 1 << 40
-"""Index of the first supervised prompt, far from those that a run reaches; held-out prompts begin at twice this."""
+"""Group of the first supervised prompt, far from those that a run reaches; progress is measured from twice this on."""
 IGNORED = -100
 
 
@@ -47,16 +48,18 @@ class Examples:
     labels: Tensor
 
 
-def warm_start(model: Any, task: Task, tokenizer: TextTokenizer, target: float, progress: Callable[[str], None]) -> WarmStart:
-    """Train `model` in place until its expected exact match reaches `target`.
+def warm_start(
+    model: Any, task: Task, order: PromptOrder, tokenizer: TextTokenizer, target: float, progress: Callable[[str], None]
+) -> WarmStart:
+    """Train `model` in place until its expected exact match reaches `target`, on prompts that a run may train too.
 
     Raises ConfigError if the task has no answers, or the target is not reached in MAX_STEPS.
     """
-    held_out = make_examples(task, tokenizer, 2 * FIRST_PROMPT, HELD_OUT_PROMPTS)
+    held_out = make_examples(task, order, tokenizer, 2 * FIRST_PROMPT, HELD_OUT_PROMPTS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=0.0)
     for step in range(1, MAX_STEPS + 1):
         optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1.0, step / WARMUP_STEPS)
-        examples = make_examples(task, tokenizer, FIRST_PROMPT + step * BATCH_PROMPTS, BATCH_PROMPTS)
+        examples = make_examples(task, order, tokenizer, FIRST_PROMPT + step * BATCH_PROMPTS, BATCH_PROMPTS)
         exact_match = _supervised_step(model, optimizer, examples)
         # The batch's own figure is noisy but free; the held-out one is worth its time only near the target.
         if exact_match >= target / 2:
@@ -72,11 +75,10 @@ def warm_start(model: Any, task: Task, tokenizer: TextTokenizer, target: float, 
     )
 
 
-def make_examples(task: Task, tokenizer: TextTokenizer, first_index: int, count: int) -> Examples:
-    """`count` prompts from `first_index` on with their answers. Raises ConfigError if the task has none."""
+def make_examples(task: Task, order: PromptOrder, tokenizer: TextTokenizer, first: int, count: int) -> Examples:
+    """The prompts of `count` groups from `first` on with their answers. Raises ConfigError if the task has none."""
     rows = []
-    for index in range(first_index, first_index + count):
-        index = index % task.size if task.size else index
+    for index in map(order.trained, range(first, first + count)):
         answer = task.answer(index)
         if answer is None:
             raise ConfigError(

@@ -1,8 +1,9 @@
 """What a worker needs from whatever generates.
 
 Invariants: `generate` yields each request exactly once, as soon as its group is done; every token carries the version that
-sampled it and its log-probability under the sampling distribution in force; a member that failed is reported, not made up.
-Sampling depends on (run seed, group, member) alone, not on which groups share a batch.
+sampled it and its log-probability under the sampling distribution in force; the temperature is that of the lease, where it has
+one, and else the run's; a member that failed is reported, not made up. Sampling depends on (run seed, group, member) alone, not
+on which groups share a batch.
 """
 
 from __future__ import annotations

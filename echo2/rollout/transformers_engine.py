@@ -90,18 +90,21 @@ class TransformersEngine(Engine):
         return None
 
 
-def sample(logits: Tensor, temperature: float, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Draw one token a row by inverting the cumulative distribution softmax(logits / temperature) at `uniforms`.
 
-    logits [rows, vocabulary]; uniforms [rows], float64 in [0, 1). Returns token ids [rows] and their log-probabilities [rows],
-    float32. The cumulative sum is in float64: in float32 it would lose the tail of a large vocabulary.
+    logits [rows, vocabulary]; temperatures [rows], float32, where 0 stands for the most probable token, drawn with certainty;
+    uniforms [rows], float64 in [0, 1). Returns token ids [rows] and their log-probabilities [rows], float32, which are not
+    finite where the logits are not. The cumulative sum is in float64: in float32 it would lose the tail of a large vocabulary.
     """
-    log_probs = torch.log_softmax(logits.float() / temperature, dim=-1)
+    greedy = temperatures == 0.0
+    log_probs = torch.log_softmax(logits.float() / temperatures.masked_fill(greedy, 1.0).unsqueeze(-1), dim=-1)
     cumulative = torch.cumsum(log_probs.exp(), dim=-1, dtype=torch.float64)
     # The first token whose cumulative value exceeds the threshold has a probability above 0, as one that equals it may not.
     token_ids = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1]).unsqueeze(-1), right=True)
-    token_ids = token_ids.clamp_(max=logits.shape[-1] - 1)
-    return token_ids.squeeze(-1), log_probs.gather(-1, token_ids).squeeze(-1)
+    token_ids = token_ids.clamp_(max=logits.shape[-1] - 1).where(~greedy.unsqueeze(-1), logits.argmax(-1, keepdim=True))
+    drawn = log_probs.gather(-1, token_ids).squeeze(-1)
+    return token_ids.squeeze(-1), drawn.masked_fill(greedy & drawn.isfinite(), 0.0)
 
 
 @dataclass(slots=True)
@@ -164,8 +167,8 @@ class _Decoding:
     """Groups that are decoded together, each step one token of every row.
 
     `_batch` lists the rows in the tensors' order, finished ones included until they are dropped; `_uniforms` [rows,
-    max_completion_tokens]; `_token_ids` [rows] is the last token of each row and `_positions` [rows] its place; `_mask`
-    [rows, prompt width + max_completion_tokens] is 0 for padding.
+    max_completion_tokens]; `_temperatures` [rows]; `_token_ids` [rows] is the last token of each row and `_positions` [rows]
+    its place; `_mask` [rows, prompt width + max_completion_tokens] is 0 for padding.
     """
 
     def __init__(self, model: Any, leases: Sequence[Lease], sampling: Sampling) -> None:
@@ -176,13 +179,14 @@ class _Decoding:
         self._batch = [row for group in self.open for row in group.rows]
         self._cache = DynamicCache(config=model.config)
         self._uniforms = torch.from_numpy(_uniforms(leases, sampling)).to(model.device)
+        self._temperatures = torch.tensor(_temperatures(leases, sampling), dtype=torch.float32, device=model.device)
         self._steps = 0
 
     @torch.inference_mode()
     def step(self, version: int) -> list[GroupRollouts]:
         """Draw one token for every row with the weights that the model has now; gives the groups that this finished."""
         logits = self._next_logits() if self._steps else self._first_logits()
-        self._token_ids, log_probs = sample(logits, self._sampling.temperature, self._uniforms[:, self._steps])
+        self._token_ids, log_probs = sample(logits, self._temperatures, self._uniforms[:, self._steps])
         self._steps += 1
         for row, token_id, log_prob in zip(self._batch, self._token_ids.tolist(), log_probs.tolist(), strict=True):
             if not row.finished:
@@ -216,7 +220,8 @@ class _Decoding:
         if len(growing) < COMPACT_BELOW * len(self._batch):
             self._batch = [self._batch[index] for index in growing]
             kept = self._select(growing)
-            self._uniforms, self._token_ids = self._uniforms[kept], self._token_ids[kept]
+            self._uniforms, self._temperatures = self._uniforms[kept], self._temperatures[kept]
+            self._token_ids = self._token_ids[kept]
         self._positions = self._positions + 1
         return self._forward(self._token_ids.unsqueeze(-1), self._positions.unsqueeze(-1))
 
@@ -249,3 +254,9 @@ def _uniforms(leases: Sequence[Lease], sampling: Sampling) -> np.ndarray:
     """One number for every token that may be drawn, [rows, max_completion_tokens], float64 in [0, 1)."""
     members = [(lease.group_id, member) for lease in leases for member in lease.members]
     return np.stack([member_generator(sampling.seed, *member).random(sampling.max_completion_tokens) for member in members])
+
+
+def _temperatures(leases: Sequence[Lease], sampling: Sampling) -> list[float]:
+    """One for every row: the lease's own, or that of `sampling`."""
+    own = (sampling.temperature if lease.temperature is None else lease.temperature for lease in leases)
+    return [temperature for temperature, lease in zip(own, leases, strict=True) for _ in lease.members]

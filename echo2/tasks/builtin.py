@@ -1,7 +1,8 @@
 """Built-in tasks: short exercises with one right answer each.
 
-Invariant: the reward is `exact_match_weight` for an exact match plus the remaining weight times the share of right places,
-so it lies in [0, 1] and is 1 exactly where the whole answer is right and ended by itself.
+Invariants: the reward is `exact_match_weight` for an exact match plus the remaining weight times the share of right places,
+so it lies in [0, 1] and is 1 exactly where the whole answer is right and ended by itself; no text is both a prompt to train and
+a held-out one, under whatever index and seed.
 """
 
 from __future__ import annotations
@@ -10,8 +11,15 @@ import random
 import string
 from abc import abstractmethod
 
+from blake3 import blake3
+
 from echo2.config_tasks import ArithmeticTask, ReverseDigitsTask, SortDigitsTask
-from echo2.tasks.base import Score, Task
+from echo2.tasks.base import PromptError, Score, Task
+from echo2.tasks.order import HELD_OUT_FIRST
+
+HELD_OUT_SHARE = 1 / 8
+"""Share of all texts that are held out."""
+MOST_DRAWS = 1000
 
 
 class AnswerTask(Task):
@@ -39,7 +47,16 @@ class AnswerTask(Task):
         return Score(reward, {"exact_match": exact_match})
 
     def _exercise(self, index: int) -> tuple[str, str]:
-        return self.exercise(random.Random(f"{self._seed}:{index}"))
+        """Drawn until it falls on the index's side of the split."""
+        randomness = random.Random(f"{self._seed}:{index}")
+        for _ in range(MOST_DRAWS):
+            prompt, answer = self.exercise(randomness)
+            if is_held_out(prompt) == (index >= HELD_OUT_FIRST):
+                return prompt, answer
+        raise PromptError(
+            f"{type(self).__name__} has too few prompts for a held-out split, such as {prompt!r}: widen the task's range, or "
+            f"set evaluation.every_steps=0"
+        )
 
 
 class DigitsTask(AnswerTask):
@@ -98,3 +115,8 @@ def share_of_right_places(answer: str, completion: str) -> float:
     """Places where both texts have the same character, over the length of the longer one; 1 only for equal texts."""
     longer = max(len(answer), len(completion))
     return sum(a == b for a, b in zip(answer, completion, strict=False)) / longer if longer else 1.0
+
+
+def is_held_out(prompt: str) -> bool:
+    """Whether an exercise belongs to the held-out split; decided by its text alone."""
+    return blake3(prompt.encode()).digest()[0] < 256 * HELD_OUT_SHARE

@@ -1,5 +1,6 @@
-"""Random interleavings of lease, post, repeat, expiry, crash and resume keep the ledger's rules."""
+"""Random interleavings of lease, post, repeat, expiry, evaluation, crash and resume keep the ledger's rules."""
 
+import json
 import shutil
 import tempfile
 from pathlib import Path
@@ -10,7 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from test_ledger import Clock, rollout
 
 from echo2.capacity.admission import live_group_limit
+from echo2.config_evaluation import EvaluationSection
 from echo2.hub.database import Database
+from echo2.hub.evaluation_groups import FIRST_EVALUATION_GROUP
 from echo2.hub.group_book import LedgerRules
 from echo2.hub.ledger import Ledger, MemberScore
 from echo2.protocol import GroupRollouts
@@ -23,11 +26,14 @@ WORKERS = ("a", "b", "c")
 class LedgerMachine(RuleBasedStateMachine):
     """A run as the hub sees it; `acknowledged` and `checkpoints` are what the outside world relies on."""
 
-    @initialize(bound=st.integers(0, 3), batch=st.integers(1, 3))
-    def open(self, bound, batch):
+    @initialize(bound=st.integers(0, 3), batch=st.integers(1, 3), every_steps=st.sampled_from([0, 1, 2]))
+    def open(self, bound, batch, every_steps):
         self.folder = Path(tempfile.mkdtemp())
         self.clock = Clock()
-        self.rules_of_run = LedgerRules(batch, MEMBERS, bound, TOTAL_STEPS, True, lease_timeout_s=60.0, max_attempts=3)
+        evaluation = EvaluationSection(every_steps=every_steps, prompts=2, samples=MEMBERS, temperature=1.0)
+        self.rules_of_run = LedgerRules(
+            batch, MEMBERS, bound, TOTAL_STEPS, True, lease_timeout_s=60.0, max_attempts=3, evaluation=evaluation
+        )
         self.held = {worker: [] for worker in WORKERS}
         self.version_of = dict.fromkeys(WORKERS, 0)
         self.sent = []
@@ -71,7 +77,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def _send(self, worker, group):
         self.sent.append((worker, group))
-        if self.ledger.post(worker, group) == "accepted":
+        if self.ledger.post(worker, group) == "accepted" and group.group_id < FIRST_EVALUATION_GROUP:
             assert group.group_id not in self.acknowledged, "a group was accepted twice"
             self.acknowledged[group.group_id] = worker
 
@@ -85,6 +91,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def score(self, rewards):
         for group_id in self.ledger.generated_groups()[:1]:
             self.ledger.record_scores(group_id, [MemberScore(m, r, reason="x") for m, r in enumerate(rewards)])
+        self.ledger.evaluations.settle()
 
     @rule()
     def train(self):
@@ -95,6 +102,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if batch is None:
             return
         assert len(set(batch)) == self.rules_of_run.groups_per_batch
+        assert max(batch) < FIRST_EVALUATION_GROUP, "an evaluation is trained"
         assert self.batches.setdefault(step, batch) == batch, "a replayed step was given another batch"
         for group_id in batch:
             members = self.ledger.rollouts_of(group_id)
@@ -140,12 +148,31 @@ class LedgerMachine(RuleBasedStateMachine):
         if not hasattr(self, "ledger"):
             return
         db = self.database
-        total = db.value("SELECT COUNT(*) FROM groups")
-        assert total == db.value("SELECT MAX(group_id) + 1 FROM groups"), "a prompt was skipped"
+        total = db.value("SELECT COUNT(*) FROM groups WHERE evaluation IS NULL")
+        newest = db.value("SELECT MAX(group_id) + 1 FROM groups WHERE evaluation IS NULL")
+        assert total == newest, "a prompt was skipped"
         trained = db.value("SELECT COUNT(*) FROM groups WHERE state = 'trained'")
         assert trained == self.ledger.current_step * self.rules_of_run.groups_per_batch
-        dropped = db.value("SELECT COUNT(*) FROM groups WHERE state IN ('filtered', 'expired', 'failed')")
+        dropped = db.value(
+            "SELECT COUNT(*) FROM groups WHERE state IN ('filtered', 'expired', 'failed') AND evaluation IS NULL"
+        )
         assert self.ledger.live_groups() == total - dropped
+
+    @invariant()
+    def an_evaluation_is_whole_and_of_a_version_that_stands(self):
+        if not hasattr(self, "ledger"):
+            return
+        db = self.database
+        open_ones = db.rows("SELECT version FROM evaluations WHERE figures IS NULL")
+        assert len(open_ones) <= 1
+        for row in db.rows("SELECT * FROM evaluations"):
+            assert row["version"] <= self.ledger.current_step
+            states = [r["state"] for r in db.rows("SELECT state FROM groups WHERE evaluation = ?", row["version"])]
+            assert len(states) == 2 and "expired" not in states
+            if row["figures"] is not None:
+                figures = json.loads(row["figures"])
+                assert states.count("evaluated") == figures["eval/prompts"]
+                assert states.count("failed") == figures["eval/failed_prompts"]
 
     @invariant()
     def acknowledged_groups_are_there(self):

@@ -81,7 +81,7 @@ def ragged_group(group_id, lengths, rewards, limit):
 def trained(batch, limit, **settings):
     """{(group, member): advantage} of what is trained."""
     members = Objective(ObjectiveSection(**settings), limit).trained_members(batch)
-    return {(g.group_id, r.member): advantage for g, r, advantage in members}
+    return {(g.group_id, member.rollout.member): advantage for g, member, advantage in members}
 
 
 BATCH = Batch(0, (ragged_group(7, [10, 8, 2], [1.0, 1.0, 0.0], 10), ragged_group(3, [1, 3], [0.0, 1.0], 10)))

@@ -1,6 +1,7 @@
 """A learner on two ranks, processes on the CPU, against the same on one."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,15 @@ STEPS = 3
 
 def train(learner, batches):
     return [learner.train_step(batch) for batch in batches]
+
+
+def by_two_workers(batch):
+    """The same batch, with the members of each group made by one worker and the other in turn."""
+    groups = []
+    for made in batch.groups:
+        members = tuple(replace(member, worker_id=f"w{place % 2}") for place, member in enumerate(made.members))
+        groups.append(replace(made, members=members))
+    return replace(batch, groups=tuple(groups))
 
 
 def assert_same_weights(found, wanted, tolerance=1e-6):
@@ -57,6 +67,26 @@ def test_two_ranks_give_the_numbers_of_one(single, pair, batches):
     for step in range(STEPS):
         assert found[step] == pytest.approx(wanted[step], rel=1e-6, abs=1e-6)
     assert_same_weights(pair.export(), single.export())
+
+
+def test_each_worker_answers_for_all_its_tokens_whatever_rank_trained_them(single, pair):
+    def figures(learner):
+        return {(d.group_id, d.worker_id): (d.tokens, d.oldest_version, d.newest_version) for d in learner.differences}
+
+    def distances(learner):
+        return {(d.group_id, d.worker_id, name): getattr(d, name) for d in learner.differences for name in ("mean", "max")}
+
+    log_probs = oracle_log_probs(single.model, [5, 4], [9, 2])
+    lonely = Batch(0, (group(0, [5, 4], [(rollout(0, [9, 2], log_probs - 0.5), 1.0)]),))
+    mixed = by_two_workers(random_batch(single.model, 1, seed=1, noise=0.1))
+    for batch in (lonely, mixed):
+        single.train_step(batch)
+        pair.train_step(batch)
+        assert figures(pair) == figures(single)
+        assert distances(pair) == pytest.approx(distances(single), abs=1e-5)
+    tokens = sum(len(member.rollout.token_ids) for made in mixed.groups for member in made.members)
+    assert sum(d.tokens for d in pair.differences) == tokens
+    assert len(pair.differences) == 2 * len(mixed.groups)
 
 
 def test_each_rank_holds_its_part_of_weights_and_optimizer(pair, batches):

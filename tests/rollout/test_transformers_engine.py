@@ -350,7 +350,7 @@ def test_sampling_draws_tokens_as_often_as_their_probability(temperature: float)
     draws = 20_000
     logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(0)) * 2
     uniforms = torch.arange(draws, dtype=torch.float64) / draws
-    token_ids, log_probs = sample(logits.expand(draws, -1), temperature, uniforms)
+    token_ids, log_probs = sample(logits.expand(draws, -1), torch.full((draws,), temperature), uniforms)
     shares = torch.bincount(token_ids, minlength=VOCABULARY) / draws
     probabilities = torch.softmax(logits / temperature, -1)
     assert (shares - probabilities).abs().max() <= 1.01 / draws
@@ -358,7 +358,7 @@ def test_sampling_draws_tokens_as_often_as_their_probability(temperature: float)
 
 
 def test_uniform_logits_have_the_log_probability_of_one_in_the_vocabulary() -> None:
-    token_ids, log_probs = sample(torch.zeros(8, 1000), 0.7, torch.linspace(0, 0.999, 8, dtype=torch.float64))
+    token_ids, log_probs = sample(torch.zeros(8, 1000), torch.full((8,), 0.7), torch.linspace(0, 0.999, 8, dtype=torch.float64))
     assert all(a < b for a, b in pairwise(token_ids.tolist()))
     torch.testing.assert_close(log_probs, torch.full((8,), -math.log(1000)))
 
@@ -366,6 +366,6 @@ def test_uniform_logits_have_the_log_probability_of_one_in_the_vocabulary() -> N
 def test_a_token_without_probability_is_never_drawn() -> None:
     logits = torch.tensor([-math.inf, 0.0, -math.inf, 0.0, -math.inf]).expand(4, -1)
     uniforms = torch.tensor([0.0, 0.5, 0.5 - 1e-12, 1 - 1e-12], dtype=torch.float64)
-    token_ids, log_probs = sample(logits, 1.0, uniforms)
+    token_ids, log_probs = sample(logits, torch.ones(4), uniforms)
     assert token_ids.tolist() == [1, 3, 1, 3]
     assert torch.isfinite(log_probs).all()
