@@ -97,15 +97,20 @@ def activate(
 ) -> Activation:
     """The cheapest plan for the demand. `refused` are offers that were no candidates, and are reported with the others.
 
-    Raises WaitTimeout where neither a plan nor its impossibility was found in time, UserError where scipy is missing.
+    A search that found nothing in time counts as one that found that there is nothing, and is said to. Raises UserError where
+    scipy is missing.
     """
     fresh = [candidate for candidate in candidates if is_fresh(candidate, demand.fresh_s)]
     stale = [_too_stale(candidate, demand) for candidate in candidates if not is_fresh(candidate, demand.fresh_s)]
     needed = demand.needed_groups_per_s
-    selection = select(fresh, needed, limits, time_limit_s) if fresh else None
+    selection, tried = None, ""
+    try:
+        selection = select(fresh, needed, limits, time_limit_s) if fresh else None
+    except WaitTimeout:
+        tried = f" that was found in {number(time_limit_s)} s"
     if selection is None:
         relaxations = least_relaxations(candidates, demand.learner_step_s, demand.slack_steps, needed, limits, SIDE_SEARCH_S)
-        obstacle = _obstacle(len(candidates), len(fresh), demand, limits, relaxations)
+        obstacle = _obstacle(len(candidates), len(fresh), demand, limits, tried, relaxations)
         others = [Refusal(c.offer, "no plan keeps to the limits", obstacle) for c in fresh]
         return Activation(demand, limits, None, (), (*refused, *stale, *others), (), obstacle, relaxations)
     choices = [Choice(c, n, _why_chosen(selection, c, n, demand)) for c, n in selection.chosen]
@@ -198,7 +203,7 @@ def _limit_costs(selection: Selection, needed_groups_per_s: float) -> Iterator[t
             yield name, saved
 
 
-def _obstacle(offers: int, fresh: int, demand: Demand, limits: Limits, relaxations: Sequence[Relaxation]) -> str:
+def _obstacle(offers: int, fresh: int, demand: Demand, limits: Limits, tried: str, relaxations: Sequence[Relaxation]) -> str:
     """Why there is no plan, in a sentence."""
     goal = f"{number(demand.needed_groups_per_s)} groups/s"
     if not offers:
@@ -210,7 +215,7 @@ def _obstacle(offers: int, fresh: int, demand: Demand, limits: Limits, relaxatio
         )
     names = ", ".join(relaxation.name for relaxation in relaxations)
     blame = f"; to change one of these is enough: {names}" if names else "; to change one of them is not enough"
-    return f"no choice among {fresh} offers gives {goal} within {', '.join(_in_words(limits))}{blame}"
+    return f"no choice among {fresh} offers{tried} gives {goal} within {', '.join(_in_words(limits))}{blame}"
 
 
 def _in_words(limits: Limits) -> Iterator[str]:

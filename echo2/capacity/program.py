@@ -23,6 +23,9 @@ As t ≥ R, an offer with K ≥ (R − ν)/(φR − ν) cheaper likes in other d
 
 A plan with a machine of ν has t ≥ ν/φ, since its domain has at least ν. The rest of t costs at least the lowest c/ν of all for
 each group per second. So where some plan is known to cost C, an offer is left out for which c + k/H and this rest exceed C.
+
+All columns have finite bounds, from C or else from `MOST_EXCESS`: shares that only hundreds of machines would balance are no
+plan, and HiGHS was seen to crash and to search without end where the throughput is unbounded.
 """
 
 from __future__ import annotations
@@ -38,6 +41,9 @@ from echo2.errors import UserError
 
 TIME_IS_UP, NO_SOLUTION = 1, 2
 """Status codes of scipy's `milp`."""
+
+MOST_EXCESS = 10.0
+"""Times the need, or what the cap asks for beside the largest machine, that a selection gives at most where none is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +104,10 @@ class Program:
         lowest = min((c.candidate.usd_per_group() * 3600 for c in (*kept, *launched)), default=0.0)
         most = known_usd_per_hour * (1 + TOLERANCE)
         self.columns = [*kept, *(column for column in launched if self._least_usd_per_hour(column, lowest) <= most)]
+        largest = max((column.candidate.effective_groups_per_s for column in self.columns), default=0.0)
+        self.most_groups_per_s = MOST_EXCESS * max(needed_groups_per_s, largest / limits.max_domain_share)
+        if lowest * self.most_groups_per_s > most:
+            self.most_groups_per_s = most / lowest
 
     def solve(self, time_limit_s: float) -> Solution:
         """Raises UserError where scipy is missing."""
@@ -109,12 +119,13 @@ class Program:
         if not self.columns:
             return Solution(None, math.inf, finished=True)
         rows, total = self._rows(), len(self.columns)
-        shares = int(self.limits.caps_domains)
+        shares, share = int(self.limits.caps_domains), self.limits.max_domain_share
+        most = [min(c.most, share * self.most_groups_per_s // c.candidate.effective_groups_per_s) for c in self.columns]
         matrix = csc_array((rows.values, rows.places), shape=(len(rows.low), total + shares))
         found = milp(
             [column.usd_per_hour for column in self.columns] + [0.0] * shares,
             integrality=[1] * total + [0] * shares,
-            bounds=Bounds(0.0, [column.most for column in self.columns] + [math.inf] * shares),
+            bounds=Bounds(0.0, most + [self.most_groups_per_s / self.needed] * shares),
             constraints=LinearConstraint(matrix, rows.low, rows.high),
             options={"time_limit": time_limit_s, "mip_rel_gap": 0.0},
         )
