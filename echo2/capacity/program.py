@@ -39,8 +39,8 @@ from echo2.capacity.limits import TOLERANCE, Limits
 from echo2.capacity.offers import Candidate
 from echo2.errors import UserError
 
-TIME_IS_UP, NO_SOLUTION = 1, 2
-"""Status codes of scipy's `milp`."""
+SOLVED, NO_SOLUTION, SOLVER_ERROR = 0, 2, 4
+"""Status codes of scipy's `milp`; 1 says that the time is up."""
 
 MOST_EXCESS = 10.0
 """Times the need, or what the cap asks for beside the largest machine, that a selection gives at most where none is known."""
@@ -84,7 +84,7 @@ class Solution:
     bound_usd_per_hour: float
     """No selection costs less; infinite where there is none within the limits."""
     finished: bool
-    """Whether the search came to its end in time."""
+    """Whether the search came to its end, in time and without an error."""
 
 
 class Program:
@@ -119,26 +119,28 @@ class Program:
         if not self.columns:
             return Solution(None, math.inf, finished=True)
         rows, total = self._rows(), len(self.columns)
-        shares, share = int(self.limits.caps_domains), self.limits.max_domain_share
-        most = [min(c.most, share * self.most_groups_per_s // c.candidate.effective_groups_per_s) for c in self.columns]
-        matrix = csc_array((rows.values, rows.places), shape=(len(rows.low), total + shares))
-        found = milp(
-            [column.usd_per_hour for column in self.columns] + [0.0] * shares,
-            integrality=[1] * total + [0] * shares,
-            bounds=Bounds(0.0, most + [self.most_groups_per_s / self.needed] * shares),
-            constraints=LinearConstraint(matrix, rows.low, rows.high),
-            options={"time_limit": time_limit_s, "mip_rel_gap": 0.0},
-        )
+        largest_load = self.limits.max_domain_share * self.most_groups_per_s
+        most = [min(column.most, largest_load // column.candidate.effective_groups_per_s) for column in self.columns]
+        matrix = csc_array((rows.values, rows.places), shape=(len(rows.low), total))
+        for presolve in (True, False):
+            # HiGHS was seen to stumble over what its own presolve made of a small program.
+            found = milp(
+                [column.usd_per_hour for column in self.columns],
+                integrality=[1] * total,
+                bounds=Bounds(0.0, most),
+                constraints=LinearConstraint(matrix, rows.low, rows.high),
+                options={"time_limit": time_limit_s, "mip_rel_gap": 0.0, "presolve": presolve},
+            )
+            if found.status != SOLVER_ERROR:
+                break
         if found.status == NO_SOLUTION:
             return Solution(None, math.inf, finished=True)
-        if found.status not in (0, TIME_IS_UP):
-            raise RuntimeError(f"HiGHS gave up on {total} columns with status {found.status}: {found.message}")
         counts = None if found.x is None else self._counts(found.x.tolist())
-        return Solution(counts, found.mip_dual_bound or 0.0, finished=found.status != TIME_IS_UP)
+        return Solution(counts, found.mip_dual_bound or 0.0, finished=found.status == SOLVED)
 
     def _counts(self, values: Sequence[float]) -> tuple[int, ...]:
         counts = [0] * len(self.candidates)
-        for column, value in zip(self.columns, values, strict=False):
+        for column, value in zip(self.columns, values, strict=True):
             counts[column.index] += round(value)
         return tuple(counts)
 
@@ -148,13 +150,12 @@ class Program:
         offers = [column.candidate.offer for column in self.columns]
         rows.add(enumerate(rates), 1.0, math.inf)
         if limits.caps_domains:
-            throughput = len(self.columns)
-            rows.add([*enumerate(rates), (throughput, -1.0)], 0.0, 0.0)
-            domains: dict[str, list[tuple[int, float]]] = defaultdict(list)
-            for place, offer in enumerate(offers):
-                domains[offer.domain(limits.failure_domain)].append((place, rates[place]))
-            for entries in domains.values():
-                rows.add([*entries, (throughput, -limits.max_domain_share)], -math.inf, 0.0)
+            domains = [offer.domain(limits.failure_domain) for offer in offers]
+            for domain in dict.fromkeys(domains):
+                within = [
+                    rate * ((other == domain) - limits.max_domain_share) for rate, other in zip(rates, domains, strict=True)
+                ]
+                rows.add(enumerate(within), -math.inf, 0.0)
         if limits.min_on_demand_share:
             on_demand = [(place, rates[place]) for place, offer in enumerate(offers) if not offer.spot]
             rows.add(on_demand, limits.min_on_demand_share, math.inf)

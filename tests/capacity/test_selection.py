@@ -131,6 +131,13 @@ def test_what_cannot_be_kept_to_gives_no_selection(limits) -> None:
     assert select([], 2.0, limits) is None
 
 
+def test_shares_that_only_hundreds_of_machines_would_balance_are_no_plan() -> None:
+    unequal = [candidate(1.0, 1.0, PLACES[0]), candidate(1.01, 1.0, PLACES[3], kind="other")]
+    assert select(unequal, 2.0, Limits(max_domain_share=0.5, failure_domain="cloud"), time_limit_s=5.0) is None
+    nearly = select(unequal, 2.0, Limits(max_domain_share=0.51, failure_domain="cloud"))
+    assert nearly.counts == (1, 1)
+
+
 def test_when_time_is_up_the_greedy_selection_stands_in_and_says_how_far_off_it_may_be() -> None:
     draw = random.Random(3)
     candidates = [
