@@ -42,6 +42,9 @@ from echo2.errors import UserError
 SOLVED, NO_SOLUTION, SOLVER_ERROR = 0, 2, 4
 """Status codes of scipy's `milp`; 1 says that the time is up."""
 
+ROUNDING = 0.1 * TOLERANCE
+"""What every limit gives way, so that one that is met to the letter is not missed by the last digit of its figures."""
+
 MOST_EXCESS = 10.0
 """Times the need, or what the cap asks for beside the largest machine, that a selection gives at most where none is known."""
 
@@ -122,7 +125,7 @@ class Program:
         largest_load = self.limits.max_domain_share * self.most_groups_per_s
         most = [min(column.most, largest_load // column.candidate.effective_groups_per_s) for column in self.columns]
         matrix = csc_array((rows.values, rows.places), shape=(len(rows.low), total))
-        for presolve in (True, False):
+        for presolve in (False,):
             # HiGHS was seen to stumble over what its own presolve made of a small program.
             found = milp(
                 [column.usd_per_hour for column in self.columns],
@@ -148,23 +151,23 @@ class Program:
         limits, rows = self.limits, _Rows()
         rates = [column.candidate.effective_groups_per_s / self.needed for column in self.columns]
         offers = [column.candidate.offer for column in self.columns]
-        rows.add(enumerate(rates), 1.0, math.inf)
+        rows.add(enumerate(rates), 1.0 - ROUNDING, math.inf)
         if limits.caps_domains:
             domains = [offer.domain(limits.failure_domain) for offer in offers]
             for domain in dict.fromkeys(domains):
                 within = [
                     rate * ((other == domain) - limits.max_domain_share) for rate, other in zip(rates, domains, strict=True)
                 ]
-                rows.add(enumerate(within), -math.inf, 0.0)
+                rows.add(enumerate(within), -math.inf, ROUNDING)
         if limits.min_on_demand_share:
             on_demand = [(place, rates[place]) for place, offer in enumerate(offers) if not offer.spot]
-            rows.add(on_demand, limits.min_on_demand_share, math.inf)
+            rows.add(on_demand, limits.min_on_demand_share - ROUNDING, math.inf)
         for quota in limits.quotas:
             covered = [(place, offer.accelerators) for place, offer in enumerate(offers) if quota.covers(offer)]
             rows.add(covered, -math.inf, quota.accelerators)
         if limits.budget_usd_per_hour < math.inf:
             prices = [(place, column.candidate.usd_per_hour) for place, column in enumerate(self.columns)]
-            rows.add(prices, -math.inf, limits.budget_usd_per_hour)
+            rows.add(prices, -math.inf, limits.budget_usd_per_hour * (1 + ROUNDING))
         return rows
 
     def _worth_launching(self) -> Iterable[_Column]:
