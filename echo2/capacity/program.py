@@ -39,8 +39,8 @@ from echo2.capacity.limits import TOLERANCE, Limits
 from echo2.capacity.offers import Candidate
 from echo2.errors import UserError
 
-SOLVED, NO_SOLUTION, SOLVER_ERROR = 0, 2, 4
-"""Status codes of scipy's `milp`; 1 says that the time is up."""
+SOLVED, NO_SOLUTION = 0, 2
+"""Status codes of scipy's `milp`; the others say that the time is up, or that it failed."""
 
 ROUNDING = 0.1 * TOLERANCE
 """What every limit gives way, so that one that is met to the letter is not missed by the last digit of its figures."""
@@ -125,17 +125,14 @@ class Program:
         largest_load = self.limits.max_domain_share * self.most_groups_per_s
         most = [min(column.most, largest_load // column.candidate.effective_groups_per_s) for column in self.columns]
         matrix = csc_array((rows.values, rows.places), shape=(len(rows.low), total))
-        for presolve in (False,):
-            # HiGHS was seen to stumble over what its own presolve made of a small program.
-            found = milp(
-                [column.usd_per_hour for column in self.columns],
-                integrality=[1] * total,
-                bounds=Bounds(0.0, most),
-                constraints=LinearConstraint(matrix, rows.low, rows.high),
-                options={"time_limit": time_limit_s, "mip_rel_gap": 0.0, "presolve": presolve},
-            )
-            if found.status != SOLVER_ERROR:
-                break
+        # HiGHS's presolve was seen to call programs of two columns impossible, and others solved that were not.
+        found = milp(
+            [column.usd_per_hour for column in self.columns],
+            integrality=[1] * total,
+            bounds=Bounds(0.0, most),
+            constraints=LinearConstraint(matrix, rows.low, rows.high),
+            options={"time_limit": time_limit_s, "mip_rel_gap": 0.0, "presolve": False},
+        )
         if found.status == NO_SOLUTION:
             return Solution(None, math.inf, finished=True)
         counts = None if found.x is None else self._counts(found.x.tolist())
