@@ -40,7 +40,7 @@ $(READY): pyproject.toml
 	    || $(BIN)/pip install --quiet --retries 1 --extra-index-url $(CPU_WHEELS) "torch==$(TORCH)+cpu"; \
 	fi
 	@echo "== ECHO-2 with its learner, flows and test extras"
-	@$(BIN)/pip install --quiet --editable '.[learner,flows,test]'
+	@$(BIN)/pip install --quiet --editable '.[learner,lora,flows,test]'
 	@touch $(READY)
 
 clean:

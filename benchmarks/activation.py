@@ -137,7 +137,7 @@ def make_case(model: str, offers: Sequence[Offer], folder: Path) -> Case:
         "capacity.dissemination_fixed_s": FIXED_S,
         "activation.prompt_tokens": PROMPT_TOKENS,
         "activation.completion_tokens": COMPLETION_TOKENS,
-        "activation.delta_share": DELTA_SHARE,
+        "capacity.delta_share": DELTA_SHARE,
         "activation.max_domain_share": 0.5,
     }
     config = load_config([], [f"{key}={json.dumps(value)}" for key, value in settings.items()])

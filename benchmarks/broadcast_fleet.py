@@ -17,6 +17,8 @@ from echo2.dissemination.broadcast.plan import Origin, Receiver, fluid_bound_s
 
 REPOSITORY = Path(__file__).parent.parent
 MBIT = 1e6 / 8
+ROOMS_HELD = 3
+"""Payloads that a worker has memory for: two that are whole and one on its way. Then the memory of the oldest is used again."""
 
 
 class Loopback:
@@ -105,6 +107,9 @@ class Fleet:
     def broadcast(self, total_bytes: int, meanwhile: Callable[[], set[int]] = set) -> Outcome:
         """One snapshot to all; `meanwhile` is called when it has begun and returns the workers that it killed."""
         self._version += 1
+        if self._version <= ROOMS_HELD:
+            for number in self._nodes.keys() - {0}:
+                self._ask(number, room=total_bytes)
         self._ask(0, version=self._version, bytes=total_bytes, chunk_bytes=self.chunk_bytes)
         busy_s, began_s = _machine_busy_s(), time.monotonic()
         self._tell(0, go=True)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import sys
 import threading
@@ -15,8 +16,10 @@ from typing import Any
 
 from echo2.dissemination.broadcast.cipher import ChunkCipher
 from echo2.dissemination.broadcast.peer import Peer
+from echo2.dissemination.broadcast.reception import Rooms
 from echo2.dissemination.broadcast.source import Source
 from echo2.dissemination.manifest import describe, sign, signing_key
+from echo2.dissemination.pacing import Pacer
 
 RUN_ID = "benchmark"
 TOKEN = "a token of the benchmark"
@@ -30,9 +33,10 @@ def say(**fields: Any) -> None:
 
 def source(address: str, cap_bytes_per_s: float) -> None:
     """Lines in: {"version", "bytes", "chunk_bytes"}; out: when the broadcast begins, and its record at the end."""
-    server = Source(RUN_ID, TOKEN, host=address, port=PORT, uplink_bytes_per_s=cap_bytes_per_s or None)
+    server = Source(RUN_ID, TOKEN, host=address, port=PORT, pacer=Pacer(cap_bytes_per_s) if cap_bytes_per_s else None)
     server.start()
     say(ready=True)
+    payloads = []
     for line in sys.stdin:
         command = json.loads(line)
         if "workers" in command:
@@ -41,6 +45,7 @@ def source(address: str, cap_bytes_per_s: float) -> None:
             say(workers=len(server.workers))
             continue
         payload = os.urandom(command["bytes"])
+        payloads.append(payload)
         manifest = sign(describe(payload, RUN_ID, command["version"], command["chunk_bytes"]), signing_key(TOKEN))
         say(prepared=True)
         sys.stdin.readline()
@@ -75,17 +80,45 @@ class Checks:
         ChunkCipher.open_into = measured  # type: ignore[method-assign]
 
 
+class Memory:
+    """Room for the next snapshots that has been written to before.
+
+    The host of a virtual machine takes back memory that has been free for some seconds; to get it again takes a processor 2 s
+    per GB, which would tell of that host, not of a broadcast.
+    """
+
+    def __init__(self) -> None:
+        self._rooms: list[memoryview] = []
+        self._take = Rooms.take
+
+    def install(self) -> None:
+        def taken(rooms: Rooms, total_bytes: int) -> memoryview:
+            return self._rooms.pop() if self._rooms else self._take(rooms, total_bytes)
+
+        Rooms.take = taken  # type: ignore[method-assign]
+
+    def prepare(self, total_bytes: int) -> None:
+        room = self._take(Rooms(), total_bytes)
+        room[:: mmap.PAGESIZE] = bytes(-(-total_bytes // mmap.PAGESIZE))
+        self._rooms.append(room)
+
+
 def worker(number: int, source_address: str, own_address: str, serving: bool) -> None:
-    """Lines in: {"peers"} waits for that many connections; out: each snapshot as it is whole."""
+    """Lines in: {"peers"} waits for that many connections, {"room"} has memory for a snapshot at hand; out: each snapshot as it
+    is whole."""
     where = {"host": own_address, "port": PORT, "advertised_host": own_address}
     peer = Peer(RUN_ID, TOKEN, f"w{number}", (source_address, PORT), serving=serving, **where)
     checks = Checks()
     checks.install()
+    memory = Memory()
+    memory.install()
     peer.start()
     threading.Thread(target=tell_deliveries, args=(peer, checks), daemon=True).start()
     for line in sys.stdin:
-        peers = json.loads(line)["peers"]
-        while peer.peers < peers:
+        command = json.loads(line)
+        if "room" in command:
+            memory.prepare(command["room"])
+        while peer.peers < command.get("peers", 0):
             time.sleep(0.01)
         say(peers=peer.peers)
 

@@ -29,7 +29,7 @@ from blake3 import blake3
 from transformers import AutoModelForCausalLM, Qwen2Config
 from zstandard import ZstdCompressor, ZstdDecompressor
 
-from echo2.config_sections import LearnerSection
+from echo2.config_learner import LearnerSection
 from echo2.dissemination.delta import apply_delta, encode_delta
 from echo2.models.loading import export_weights
 

@@ -24,6 +24,7 @@ from echo2.capacity.plan import Plan
 from echo2.capacity.provisioning import provision
 from echo2.capacity.rented_pool import mean_latency_s, simulate_selection
 from echo2.capacity.simulation import SimulationResult
+from echo2.capacity.transfer import deltas_pay
 from echo2.config import Config
 from echo2.config_activation import ActivationSection, QuotaSection
 
@@ -120,12 +121,14 @@ def _needed_groups_per_s(workload: Workload, links: Links, target_utilisation: f
 def job_of(config: Config, plan: Plan, measured: Measured) -> Job:
     """What the run asks of a machine. Raises UserError where its model cannot be read."""
     settings, shape = config.activation, read_shape(config)
+    full_bytes = config.capacity.snapshot_bytes or shape.weights_bytes
     if measured.snapshot_bytes is not None:
         snapshot = Figure(measured.snapshot_bytes, f"as measured in {measured.where}")
-    elif config.dissemination.deltas:
-        snapshot = Figure(shape.weights_bytes * settings.delta_share, f"activation.delta_share = {settings.delta_share:g}")
+    elif config.dissemination.deltas and deltas_pay(config):
+        share = config.capacity.delta_share
+        snapshot = Figure(full_bytes * share, f"capacity.delta_share = {share:g}")
     else:
-        snapshot = Figure(shape.weights_bytes, "all weights")
+        snapshot = Figure(full_bytes, "all weights")
     return Job(
         shape=shape,
         prompt_tokens=settings.prompt_tokens,

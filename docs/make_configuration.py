@@ -24,7 +24,7 @@ LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiv
 
 HEAD = f"""# Configuration
 
-This page is made from `echo2/config_sections.py`, `echo2/config_tasks.py` and `echo2/config_activation.py` by
+This page is made from the sections in `echo2/config_sections.py` and the modules beside it by
 `python docs/make_configuration.py`; edit the docstrings there.
 
 A run is made from TOML files, read left to right, and `section.key=value` overrides, which win over every file. Keys that
@@ -55,8 +55,11 @@ def render() -> str:
         if len(models) > 1:
             parts.append(f"## [{name}]\n\nOne of {len(models)} kinds, chosen by `type`.\n")
         parts += [_section(name, model, nested=len(models) > 1) for model in models]
-        tables = [field for field in models[0]["properties"].items() if field[1].get("type") == "array"]
-        parts += [_table(f"[[{name}.{key}]]", schema["$defs"][_referred(field["items"])]) for key, field in tables]
+        for key, field in models[0]["properties"].items():
+            if "$ref" in field:
+                parts.append(_section(f"{name}.{key}", schema["$defs"][_referred(field)], nested=False))
+            elif "$ref" in field.get("items", {}):
+                parts.append(_table(f"[[{name}.{key}]]", schema["$defs"][_referred(field["items"])]))
     return "\n".join(parts)
 
 
@@ -80,6 +83,8 @@ def _described(title: str, model: Mapping[str, Any]) -> str:
 
 def _rows(fields: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
     for name, field in fields.items():
+        if "$ref" in field:
+            continue
         default = _default(field)
         yield f"`{name}`", _values(field), default, field["description"].replace("\n", " ").replace("|", "\\|")
 
@@ -87,19 +92,21 @@ def _rows(fields: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
 def _default(field: Mapping[str, Any]) -> str:
     if "default" not in field:
         return "to be given"
-    return "unset" if field["default"] is None else f"`{_toml(field['default'])}`"
+    return "left out" if field["default"] is None else f"`{_toml(field['default'])}`"
 
 
 def _values(field: Mapping[str, Any]) -> str:
     """What a field may be, in words."""
+    if "anyOf" in field:
+        return _values(next(kind for kind in field["anyOf"] if kind["type"] != "null"))
     if "const" in field:
         return f"`{_toml(field['const'])}`"
     if "enum" in field:
         return " or ".join(f"`{_toml(value)}`" for value in field["enum"])
-    if "anyOf" in field:
-        return _values(next(kind for kind in field["anyOf"] if kind["type"] != "null"))
     if field.get("format") == "path":
         return "path"
+    if field["type"] == "array" and "type" in field["items"]:
+        return f"list of {KINDS[field['items']['type']]}"
     limits = [f"{sign} {field[limit]:.12g}" for limit, sign in LIMITS.items() if limit in field]
     pattern = [f"matching `{field['pattern']}`".replace("|", "\\|")] if "pattern" in field else []
     return " ".join([KINDS[field["type"]], ", ".join(limits), *pattern]).replace("  ", " ").strip()

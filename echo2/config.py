@@ -9,13 +9,14 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tomli_w
 from pydantic import ValidationError, model_validator
 
 from echo2.config_activation import ActivationSection
 from echo2.config_base import Section
+from echo2.config_learner import LearnerSection
 from echo2.config_sections import (
     BatchSection,
     CapacitySection,
@@ -23,7 +24,6 @@ from echo2.config_sections import (
     FleetSection,
     FlowSection,
     HubSection,
-    LearnerSection,
     ModelSection,
     ObjectiveSection,
     RunSection,
@@ -85,6 +85,11 @@ class Config(Section):
                 f"learner.engine = 'simulated' makes no weights that worker.engine = {self.worker.engine!r} could load: set "
                 f"worker.engine=simulated as well, or learner.engine=torch"
             )
+        if self.worker.snapshot_source == "object_store" and not self.dissemination.object_store:
+            raise ValueError(
+                "worker.snapshot_source = 'object_store' without a store to read from: set "
+                "dissemination.object_store=s3://BUCKET/PREFIX, or worker.snapshot_source=auto"
+            )
         if self.worker.heartbeat_interval_s * 3 > self.hub.heartbeat_timeout_s:
             raise ValueError(
                 f"hub.heartbeat_timeout_s = {self.hub.heartbeat_timeout_s:g} leaves room for fewer than three heartbeats of "
@@ -92,6 +97,15 @@ class Config(Section):
                 f"{3 * self.worker.heartbeat_interval_s:g}"
             )
         return self
+
+
+class WorkerConfig(Section):
+    """What a worker may set for itself."""
+
+    worker: WorkerSection = WorkerSection()
+
+
+Validated = TypeVar("Validated", bound=Section)
 
 
 def load_config(files: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
@@ -102,21 +116,26 @@ def load_config(files: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
     values: dict[str, Any] = {}
     for file in files:
         _merge(values, _read_toml(file))
-    return _validated(values, overrides)
+    return _validated(Config, values, overrides)
 
 
 def override(config: Config, overrides: Sequence[str]) -> Config:
     """`config` with `section.key=value` overrides; raises ConfigError as `load_config` does."""
-    return _validated(config.model_dump(mode="json"), overrides)
+    return _validated(Config, config.model_dump(mode="json"), overrides)
 
 
-def _validated(values: dict[str, Any], overrides: Sequence[str]) -> Config:
+def worker_settings(overrides: Sequence[str]) -> WorkerSection:
+    """A worker's own settings, before it knows the run's, which they may need; raises ConfigError as `load_config` does."""
+    return _validated(WorkerConfig, {}, overrides).worker
+
+
+def _validated(model: type[Validated], values: dict[str, Any], overrides: Sequence[str]) -> Validated:
     for text in overrides:
         _merge(values, _parse_override(text))
     if isinstance(task := values.get("task"), dict):
         task.setdefault("type", DEFAULT_TASK.type)
     try:
-        return Config.model_validate(values)
+        return model.model_validate(values)
     except ValidationError as error:
         raise ConfigError(_explain(error)) from None
 

@@ -49,7 +49,7 @@ class PlaceSection(Section):
 
 
 class ActivationSection(Section):
-    """Which offers `echo2 plan` chooses from, and what the choice must keep to; see `docs/activation.md` for the formulas."""
+    """Which offers `echo2 plan` chooses from, and what the choice must keep to."""
 
     catalog: str = ""
     """Folder of a SkyPilot catalog, with `CLOUD/vms.csv` for each cloud, such as `~/.sky/catalogs/v8`; empty for none."""
@@ -81,7 +81,5 @@ class ActivationSection(Section):
     """Mean length of a prompt, for the roofline."""
     completion_tokens: Annotated[int, Field(ge=0)] = 0
     """Mean length of a completion, for the roofline; 0 takes `sampling.max_completion_tokens`."""
-    delta_share: Share = 0.05
-    """Share of the weights' bytes that a delta takes, for the traffic, until a run has measured it."""
     time_limit_s: PositiveFloat = 10.0
     """Longest search for the cheapest plan; then the best one found is taken, and how far it may be off is said."""

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+NonNegativeInt = Annotated[int, Field(ge=0, strict=True)]
+S3_LOCATION = r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[\w./-]*)?"
+"""A bucket and a prefix in it, `s3://BUCKET/PREFIX`; to be matched with `re.ASCII`."""
 
 
 class Section(BaseModel):

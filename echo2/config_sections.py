@@ -12,9 +12,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from echo2.config_base import Section
+from echo2.config_base import S3_LOCATION, NonNegativeInt, Section
 
-NonNegativeInt = Annotated[int, Field(ge=0, strict=True)]
 FolderPath = Annotated[Path, Field(strict=False)]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
 
@@ -78,45 +77,6 @@ class StalenessSection(Section):
     """S: a group made by version v may be trained at step t only if t − v ≤ S; unit: learner steps."""
     publish_interval: PositiveInt = 1
     """κ: a snapshot is published after every κ-th step; κ ≤ S + 1."""
-
-
-class LearnerSection(Section):
-    """The learner's step."""
-
-    engine: Literal["torch", "simulated"] = "torch"
-    """What trains: `torch` on CPU or GPU, `simulated` for rehearsals without a model, with `simulated` workers."""
-    learning_rate: PositiveFloat = 3e-4
-    """AdamW's step size after warm-up."""
-    warmup_steps: NonNegativeInt = 5
-    """Steps over which the learning rate rises linearly from 0."""
-    beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
-    """AdamW's first-moment decay."""
-    beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
-    """AdamW's second-moment decay."""
-    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
-    """AdamW's decoupled weight decay."""
-    max_grad_norm: PositiveFloat = 1.0
-    """Gradients are scaled down to this norm."""
-    micro_batch_tokens: PositiveInt = 16384
-    """Most tokens (padding included) in one forward pass; the result does not depend on it, memory and speed do."""
-    packing: bool = True
-    """Sequences lie end to end in one row, where the model allows it; otherwise each is padded to the longest beside it."""
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format of the model's matrix products; weights, optimizer and the head's softmax stay in float32."""
-    gradient_checkpointing: bool = False
-    """Keep each layer's input alone and compute the rest again for the gradient: less memory, about a third more time."""
-    checkpoint_interval: PositiveInt = 10
-    """A checkpoint is written after every n-th step and at the end of a segment."""
-    keep_checkpoints: PositiveInt = 2
-    """Newest checkpoints to keep."""
-    device: str = "auto"
-    """`auto` takes CUDA where there is one, else the CPU."""
-    threads: PositiveInt = 1
-    """CPU threads of the learner's process; 1 is right where learner and workers share few cores."""
-    simulated_step_s: PositiveFloat = 0.5
-    """`simulated` engine: seconds that a step takes."""
-    simulated_snapshot_bytes: Annotated[int, Field(ge=4)] = 1_000_000
-    """`simulated` engine: size of a snapshot's weights."""
 
 
 class ObjectiveSection(Section):
@@ -278,18 +238,20 @@ class DisseminationSection(Section):
     timeout_s: PositiveFloat = 120.0
     """Longest wait for all live workers to hold a new snapshot; who is late is named, and the run goes on."""
     uplink_bytes_per_s: Annotated[float, Field(ge=0.0)] = 0.0
-    """Most that the hub sends of snapshots, shared evenly by the workers that fetch one; 0 sets no cap."""
+    """Most that the hub sends of snapshots, by broadcast and HTTP together; 0 sets no cap."""
     object_store: str = ""
     """`s3://BUCKET/PREFIX` of a bucket that the learner copies snapshots to and workers read from; empty for none."""
     object_store_endpoint_url: str = ""
     """Where the bucket's server is, such as `https://minio.example:9000`; empty for AWS."""
     object_store_concurrency: Annotated[int, Field(ge=1, le=64)] = 8
     """Parts or ranges of one snapshot that travel to or from the bucket at the same time."""
+    object_store_anchor_interval: PositiveInt = 8
+    """After so many versions as deltas one is copied to the bucket in full as well, or sooner if they come to as many bytes."""
 
     @model_validator(mode="after")
     def _object_store_can_be(self) -> Self:
         store, endpoint = self.object_store, self.object_store_endpoint_url
-        if store and not re.fullmatch(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[\w./-]*)?", store, re.ASCII):
+        if store and not re.fullmatch(S3_LOCATION, store, re.ASCII):
             raise ValueError(
                 f"dissemination.object_store = {store!r} is not of the form s3://BUCKET/PREFIX: for example s3://weights/echo2"
             )
@@ -314,8 +276,16 @@ class CapacitySection(Section):
     """Groups per second that one busy worker completes; μ is this times the number of workers, and μ·L groups are under way."""
     accepted_share: Annotated[float, Field(ge=0.02, le=1.0)] = 0.8
     """α: share of the scored groups that are trained, the others being filtered; what expires comes out of the model."""
-    transfer_s: Annotated[float, Field(ge=0.0, le=1e6)] = 0.1
-    """D_tx: seconds that one snapshot occupies the links."""
+    transfer_s: Annotated[float, Field(ge=0.0, le=1e6)] | None = None
+    """D_tx: seconds that one snapshot occupies the links. Left out, it follows from the bytes and links, or is 0.1 s."""
+    snapshot_bytes: NonNegativeInt = 0
+    """F: bytes of a snapshot in full; 0 where that is not known (a simulated learner's is)."""
+    delta_share: Share = 0.05
+    """Bytes of a delta over those of the snapshot in full; where `model.dtype` is float32 deltas are not smaller."""
+    worker_uplink_bytes_per_s: Annotated[float, Field(ge=0.0)] | None = None
+    """What a worker passes on of a snapshot, on average, 0 where nobody can connect to it. Left out: not known."""
+    worker_downlink_bytes_per_s: PositiveFloat | None = None
+    """What the slowest worker can receive of a snapshot. Left out: more than it is sent."""
     dissemination_fixed_s: Annotated[float, Field(ge=0.0, le=1e6)] = 0.2
     """D_fix: export, encoding, latency and loading, in seconds."""
     target_utilisation: Share = 0.97

@@ -58,6 +58,11 @@ class RunRecord:
     def model(self) -> Path:
         return self.path / "model"
 
+    @property
+    def base(self) -> Path:
+        """Weights that a run with adapters starts from and never changes, as a snapshot."""
+        return self.path / "base"
+
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory(RunRecord):

@@ -41,7 +41,7 @@ class Publisher:
     """Writes versions into the store, each with its delta from the one before; used by one thread at a time."""
 
     def __init__(self, store: SnapshotStore, settings: DisseminationSection, mirror: Mirror | None = None) -> None:
-        """`mirror` gets a copy of every version."""
+        """`mirror` copies every version to an object store."""
         self._store = store
         self._mirror = mirror
         self._settings = settings
@@ -64,6 +64,13 @@ class Publisher:
         if published.delta:
             self._sizes["dissemination/delta_bytes"] = float(published.delta.total_bytes)
 
+    def finish(self, run_ended: bool, timeout_s: float) -> None:
+        """Wait for what goes on in the object store; at the end of the run only its newest version stays there."""
+        if self._mirror is not None:
+            self._mirror.wait(timeout_s)
+            if run_ended:
+                self._mirror.end_run()
+
     def arrived(self, record: BroadcastRecord | None) -> None:
         """Take note of a broadcast that reached its workers."""
         self._arrivals = record.metrics if record else {}
@@ -72,14 +79,14 @@ class Publisher:
 def _mirror(config: Config, run_id: str, token: str, hub: HubClient) -> Mirror | None:
     """The run's object store, if it is to have one. Raises UserError where it cannot be opened."""
     settings = config.dissemination
-    if not settings.object_store and config.worker.snapshot_source != "object_store":
+    if not settings.object_store:
         return None
 
     def on_trouble(trouble: str) -> None:
         log.warning("%s", trouble)
         hub.note("object store", settings.object_store, trouble)
 
-    return Mirror(Bucket(settings), run_id, token, settings.retain_snapshots, on_trouble)
+    return Mirror(Bucket(settings), run_id, token, settings.retain_snapshots, settings.object_store_anchor_interval, on_trouble)
 
 
 class Disseminator:
@@ -110,8 +117,10 @@ class Disseminator:
 
     def finish(self) -> None:
         """Wait for the stages under way; raises what one of them raised."""
+        config, timeout_s = self._session.config, self._session.config.dissemination.timeout_s * 2
         while self._stages:
-            self._stages.popleft().result(timeout=self._session.config.dissemination.timeout_s * 2)
+            self._stages.popleft().result(timeout=timeout_s)
+        self._publisher.finish(self._session.learner.version >= config.run.steps, timeout_s)
 
     def _collect(self) -> None:
         # A future's `state` asks Prefect's server, which may be away; the thread behind it knows as well.

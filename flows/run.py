@@ -12,6 +12,7 @@ from echo2.config import Config
 from echo2.errors import UserError
 from echo2.hub.address import listen
 from echo2.hub.inspection import inspect_run
+from echo2.learning.learners import check_adapters
 from echo2.models.preparation import check_model_and_task
 from echo2.run_directory import find_run
 from echo2.trackers import check_trackers
@@ -46,6 +47,7 @@ def check_startable(config: Config, resume: bool) -> None:
     listen(config.hub.host, config.hub.port).close()
     check_model_and_task(config)
     check_trackers(config.tracking)
+    check_adapters(config.learner.lora)
 
 
 def _place(config: Config) -> Path:
@@ -114,6 +116,8 @@ def render_summary(summary: Mapping[str, Any], config: Config, elapsed_s: float)
     def share(value: float | None) -> str:
         return "unknown" if value is None else f"{100 * value:.1f} %"
 
+    elsewhere = config.learner.checkpoints
+    here = "" if elsewhere else "checkpoints/, "
     lines = [
         f"run {summary['run_id']} has ended after {summary['steps']} steps: {summary['wall_s']:.0f} s of training, "
         f"{elapsed_s:.0f} s with start and end",
@@ -126,6 +130,8 @@ def render_summary(summary: Mapping[str, Any], config: Config, elapsed_s: float)
         f"  groups              {summary['trained_groups']} trained; "
         + ", ".join(f"{summary['groups'][state]} {state}" for state in ("filtered", "expired", "failed")),
         f"  dissemination       {summary['versions_disseminated']} versions to {summary['workers']} workers",
-        f"  everything is in    {_place(config)} (summary.json, report/, checkpoints/, ledger.db, logs/)",
+        f"  everything is in    {_place(config)} (summary.json, report/, {here}ledger.db, logs/)",
     ]
+    if elsewhere:
+        lines.append(f"  checkpoints are in  {elsewhere}")
     return "\n".join(lines)

@@ -23,9 +23,11 @@ from echo2.errors import UserError, WaitTimeout
 from echo2.hub.address import listen
 from echo2.hub.client import HubClient
 from echo2.hub.process import HubProcess
-from echo2.learning.checkpoint import checkpoint_versions, newest_checkpoint, restore, save_checkpoint
+from echo2.learning.checkpoint import Checkpoints
+from echo2.learning.checkpoint_stores import open_store
 from echo2.learning.learner import Learner
 from echo2.learning.learners import make_learner
+from echo2.models.base import publish_base
 from echo2.models.preparation import prepare_model, write_stand_in
 from echo2.run_directory import RunDirectory, create_run
 from echo2.trackers import Trackers, make_trackers
@@ -45,12 +47,21 @@ MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "recip
 class Session:
     """What is open while a segment trains."""
 
-    def __init__(self, run: RunDirectory, hub: HubClient, fleet: Fleet, learner: Learner, trackers: Trackers) -> None:
+    def __init__(
+        self,
+        run: RunDirectory,
+        hub: HubClient,
+        fleet: Fleet,
+        learner: Learner,
+        checkpoints: Checkpoints,
+        trackers: Trackers,
+    ) -> None:
         self.run = run
         self.config = run.config
         self.hub = hub
         self.fleet = fleet
         self.learner = learner
+        self.checkpoints = checkpoints
         self.trackers = trackers
         self.stop_requested = threading.Event()
         self._last_sign_of_life = time.monotonic()
@@ -100,13 +111,8 @@ class Session:
             raise Stopped
 
     def checkpoint(self) -> None:
-        """Write the learner's state, if the newest checkpoint is older, and drop the oldest beyond `keep_checkpoints`."""
-        save_checkpoint(self.learner, self.run.checkpoints, self.run.run_id, keep=self.config.learner.keep_checkpoints)
-
-    @property
-    def oldest_checkpoint(self) -> int:
-        """The earliest version that a later segment may have to start from."""
-        return min(checkpoint_versions(self.run.checkpoints), default=0)
+        """Write the learner's state, if the newest checkpoint is older, and drop those that are not to be kept."""
+        self.checkpoints.save(self.learner, _groups_in(self.hub))
 
 
 class Stopped(Exception):
@@ -163,18 +169,43 @@ def open_session(config: Config, resume: bool) -> Iterator[Session]:
         stack.callback(fleet.stop)
         stack.enter_context(_kept_alive(hub_process, fleet))
         say(_who_works(run, hub.url))
-        learner = make_learner(config, model_folder)
-        checkpoint = newest_checkpoint(run.checkpoints)
-        if checkpoint is not None:
-            restore(learner, checkpoint)
-        replayed = hub.resume(learner.version)
-        if learner.version or replayed:
-            say(f"learner goes on from version {learner.version}; {replayed} steps are replayed")
+        learner = make_learner(config, model_folder, run.logs)
+        stack.callback(learner.close)
+        checkpoints = _open_checkpoints(run, hub)
+        stack.callback(checkpoints.close)
+        _go_on(learner, checkpoints, hub)
         trackers = Trackers(make_trackers(run), hub.steps())
         stack.callback(trackers.close)
-        session = Session(run, hub, fleet, learner, trackers)
+        session = Session(run, hub, fleet, learner, checkpoints, trackers)
         with watching(hub):
             yield session
+
+
+def _open_checkpoints(run: RunDirectory, hub: HubClient) -> Checkpoints:
+    def on_trouble(trouble: str) -> None:
+        log.warning("%s", trouble)
+        hub.note("checkpoints", run.config.learner.checkpoints, trouble)
+
+    return Checkpoints(open_store(run, on_trouble), run.run_id, run.config.learner)
+
+
+def _go_on(learner: Learner, checkpoints: Checkpoints, hub: HubClient) -> None:
+    """Bring learner and ledger to where the newest checkpoint was written; raises UserError where they do not fit."""
+    state = checkpoints.restore_newest(learner)
+    groups = _groups_in(hub)
+    if state is not None and groups < state.cursor:
+        raise UserError(
+            f"the ledger has {groups} groups, but the checkpoint of version {state.version} was written when it had "
+            f"{state.cursor}: restore the ledger.db that belongs to it, or start another run"
+        )
+    replayed = hub.resume(learner.version)
+    if learner.version or replayed:
+        say(f"learner goes on from version {learner.version}; {replayed} steps are replayed")
+
+
+def _groups_in(hub: HubClient) -> int:
+    """How many prompts the ledger has given out so far."""
+    return sum(hub.status()["groups"].values())
 
 
 def _who_works(run: RunDirectory, hub_url: str) -> str:
@@ -195,6 +226,8 @@ def _provide_model(run: RunDirectory) -> Path:
     for name in MODEL_FILES:
         if (folder / name).is_file():
             shutil.copyfile(folder / name, run.model / name)
+    if run.config.learner.lora.rank and run.config.worker.engine != "simulated":
+        publish_base(run, folder)
     return folder
 
 

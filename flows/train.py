@@ -53,8 +53,9 @@ def train_segment(session: Session, watch: CapacityWatch) -> None:
         if learner.version == config.run.steps:
             session.fleet.let_go()
         metrics |= stopwatch.lap() | watch.metrics
-        hub.commit(step, metrics, session.oldest_checkpoint)
+        hub.commit(step, metrics, session.checkpoints.oldest)
         session.trackers.log(step, metrics)
+        session.checkpoints.observe(metrics)
         # After the commit, so that no checkpoint is ever ahead of the ledger.
         if learner.version % config.learner.checkpoint_interval == 0 or learner.version == last:
             session.checkpoint()

@@ -184,7 +184,7 @@ def test_a_hub_address_that_cannot_be_one_is_refused_at_once(address):
 def test_a_worker_with_a_bad_override_is_refused_and_not_counted_as_alive(make_run, serve):
     run = make_run()
     _, client = serve(run)
-    for setting in ("worker.slots=0", "worker.slot=4", "worker.slots"):
+    for setting in ("worker.slots=0", "worker.slot=4", "worker.slots", "worker.snapshot_source=object_store"):
         done = echo2("worker", "--hub", client.url, setting, token=run.token)
         assert done.returncode == 2 and "Traceback" not in done.stderr
         assert done.stderr.splitlines()[-1].startswith("echo2: ") and setting.split("=")[0] in done.stderr

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2 import config_activation, config_sections, config_tasks
-from echo2.config import Config, dump_toml, load_config, override
+from echo2.config import Config, dump_toml, load_config, override, worker_settings
 from echo2.config_base import Section
 from echo2.config_tasks import ReverseDigitsTask
 from echo2.errors import ConfigError
@@ -69,6 +69,7 @@ def test_every_section_and_every_field_says_what_it_is(kind):
         ("dissemination.object_store_endpoint_url=minio:9000", ("endpoint_url = 'minio:9000'", "https://HOST:PORT")),
         ("dissemination.object_store_endpoint_url=http://me:word@minio", ("endpoint_url", "credentials")),
         ("dissemination.object_store_concurrency=0", ("dissemination.object_store_concurrency", "0", "1")),
+        ("worker.snapshot_source=object_store", ("snapshot_source = 'object_store'", "dissemination.object_store=s3://BUCKET")),
         ("activation.max_domain_share=0", ("activation.max_domain_share", "0")),
         ("activation.failure_domain=planet", ("activation.failure_domain", "planet", "zone", "cloud")),
         ("activation.quotas=[{cloud='aws'}]", ("activation.quotas.0.accelerators", "required")),
@@ -97,6 +98,15 @@ def test_digits_out_of_order_are_refused_with_both_numbers():
     for task in ("reverse_digits", "sort_digits"):
         sentence = refusal(f"task.type={task}", "task.min_digits=7", "task.max_digits=4")
         assert "min_digits = 7" in sentence and "max_digits = 4" in sentence
+
+
+def test_what_a_worker_sets_for_itself_is_judged_together_with_its_run_only():
+    settings = ["worker.snapshot_source=object_store", "worker.heartbeat_interval_s=60"]
+    assert worker_settings(settings).heartbeat_interval_s == 60
+    run = load_config([], ["dissemination.object_store=s3://weights", "hub.heartbeat_timeout_s=180"])
+    assert override(run, settings).worker.snapshot_source == "object_store"
+    with pytest.raises(ConfigError, match=r"worker\.slots = 0"):
+        worker_settings(["worker.slots=0"])
 
 
 def test_every_problem_is_named_at_once():

@@ -158,12 +158,18 @@ for step in range(10**9):
 """
 
 
+def enough_written(folder):
+    """Each tracker has written a while; TensorBoard's file begins with a header and takes events in blocks."""
+    files = [folder / "metrics.jsonl", *(folder / "events").glob("*")]
+    return len(files) == 2 and all(file.is_file() and file.stat().st_size > 100_000 for file in files)
+
+
 def test_records_are_whole_after_kill_9(tmp_path):
     with subprocess.Popen(
         [sys.executable, "-c", ENDLESS, tmp_path], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
     ) as process:
         deadline = time.monotonic() + 60
-        while not (list((tmp_path / "events").glob("*")) and (tmp_path / "metrics.jsonl").stat().st_size > 100_000):
+        while not enough_written(tmp_path):
             assert process.stdout.readline() and time.monotonic() < deadline
         process.send_signal(signal.SIGKILL)
     steps = [line["step"] for line in lines(tmp_path / "metrics.jsonl")]

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from echo2 import config_activation, config_sections, config_tasks
+from echo2 import config_activation, config_learner, config_sections, config_tasks
 
 REPOSITORY = Path(__file__).parent.parent
 PACKAGES = ("echo2", "flows", "clouds")
+CONFIG_MODULES = ("config_activation.py", "config_base.py", "config_learner.py", "config_sections.py", "config_tasks.py")
 FILES = sorted(file for folder in PACKAGES for file in (REPOSITORY / folder).rglob("*.py"))
 READ_FILES = [*FILES, *sorted(file for folder in ("tests", "docs", "examples") for file in (REPOSITORY / folder).rglob("*.py"))]
 MODULES = {file: ast.parse(file.read_text(encoding="utf-8")) for file in READ_FILES}
@@ -81,7 +82,7 @@ def test_capacity_and_configuration_are_pure():
     outside = HEAVY | {"tenacity", "safetensors", "tokenizers", "blake3", "socket", "subprocess", "sqlite3", "threading"}
     assert breaches("echo2/capacity", outside) == []
     assert breaches("echo2/config.py", outside - {"pydantic"}) == []
-    for file in ("config_base.py", "config_sections.py", "config_tasks.py", "config_activation.py"):
+    for file in CONFIG_MODULES:
         assert breaches(f"echo2/{file}", outside - {"pydantic"}) == []
 
 
@@ -169,12 +170,8 @@ def test_every_module_says_what_it_is():
 
 
 def test_every_setting_is_used():
-    source = "\n".join(
-        file.read_text(encoding="utf-8")
-        for file in FILES
-        if file.name not in ("config.py", "config_sections.py", "config_tasks.py", "config_activation.py")
-    )
-    modules = (config_sections, config_tasks, config_activation)
+    source = "\n".join(file.read_text(encoding="utf-8") for file in FILES if file.name not in ("config.py", *CONFIG_MODULES))
+    modules = (config_activation, config_learner, config_sections, config_tasks)
     kinds = [kind for module in modules for kind in vars(module).values() if isinstance(kind, type)]
     fields = {field for kind in kinds if issubclass(kind, config_sections.Section) for field in kind.model_fields} - {"type"}
     assert sorted(field for field in fields if not re.search(rf"\.{field}\b", source)) == []

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from echo2.capacity.limits import TOLERANCE, Limits
 from echo2.capacity.offers import Candidate, Refusal
-from echo2.capacity.relaxations import Relaxation, is_fresh, least_relaxations
+from echo2.capacity.relaxations import Relaxation, RelaxationSearch, is_fresh
 from echo2.capacity.selection import Selection, obstacles, select
 from echo2.capacity.tables import number, percent
 from echo2.errors import WaitTimeout
@@ -109,7 +109,8 @@ def activate(
     except WaitTimeout:
         tried = f" that was found in {number(time_limit_s)} s"
     if selection is None:
-        relaxations = least_relaxations(candidates, demand.learner_step_s, demand.slack_steps, needed, limits, SIDE_SEARCH_S)
+        search = RelaxationSearch(candidates, demand.learner_step_s, demand.slack_steps, needed, limits, SIDE_SEARCH_S)
+        relaxations = search.least()
         obstacle = _obstacle(len(candidates), len(fresh), demand, limits, tried, relaxations)
         others = [Refusal(c.offer, "no plan keeps to the limits", obstacle) for c in fresh]
         return Activation(demand, limits, None, (), (*refused, *stale, *others), (), obstacle, relaxations)

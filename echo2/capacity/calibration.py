@@ -4,11 +4,12 @@ Invariants: pure functions of what the ledger says; seconds, and groups per seco
 was not observed is missing by name, never guessed.
 
 **What is observed.** T is the learner's work per step, export and checkpoint included, so D begins where the step ends. D_tx is
-the longest transfer of a version, since a hub serves all workers at once, and D_fix the rest of the mean time until workers
-generate with it. L runs from a group's last lease to its scores. μ of a worker is taken while it is as good as full: a call is
-a set of groups that it leased together, and counts where at least `FULL_SHARE` of the most groups that it ever had under way
-were under way halfway through; the seconds per group of these calls are averaged. So μ·L is the slots that the pool has, also
-where it has more than it needs and makes many small calls in between.
+the time of a version's broadcast until the last worker has it or, without broadcasts, its longest transfer, since a hub serves
+all workers at once; D_fix is the rest of the mean time until workers generate with it. L runs from a group's last lease to its
+scores. μ of a worker is taken while it is as good as full: a call is a set of groups that it leased together, and counts where
+at least `FULL_SHARE` of the most groups that it ever had under way were under way halfway through; the seconds per group of
+these calls are averaged. So μ·L is the slots that the pool has, also where it has more than it needs and makes many small calls
+in between.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
 from echo2.capacity.estimates import Estimate, decayed, robust_mean, share, total
 from echo2.capacity.latencies import Empirical
 from echo2.capacity.terms import TermName, Terms
+from echo2.capacity.transfer import UNSEEN, SeenLinks
 from echo2.errors import UserError
 
 HALF_LIFE_STEPS = 32
@@ -40,6 +42,9 @@ FULL_SHARE = 0.75
 
 LARGEST_CALLS = 4
 """The n-th largest call decides how many groups a worker can have under way, so that a single one does not."""
+
+LEAST_BROADCASTS = 2
+"""Versions that must have been broadcast for D_tx to be theirs."""
 
 LATENCY_POINTS = 256
 """Quantiles that the latencies are thinned to."""
@@ -98,6 +103,9 @@ class Observations:
     """Of every group that was scored or failed: whether it was, or is to be, trained. Groups that expired are left out, since
     the model says itself what expires."""
     loads: Sequence[Load] = ()
+    broadcasts_s: Mapping[int, float] = field(default_factory=dict)
+    """Of each version that was broadcast, the seconds until the last worker had what was sent of it."""
+    links: SeenLinks = UNSEEN
     workers: Sequence[str] = ()
     """Workers that are there now, or were when the run ended."""
 
@@ -131,6 +139,9 @@ class Calibration:
     """Workers that are there."""
     worker_slots: int
     """Groups that a worker has under way when it is full, on average; 1 where that was not observed."""
+    broadcast: bool
+    """Whether D_tx is that of broadcasts."""
+    links: SeenLinks
 
     @property
     def groups_per_s(self) -> Estimate | None:
@@ -182,18 +193,23 @@ class Calibration:
             provenance={
                 "T": _measured(place, T, "steps"),
                 "L": _measured(place, L, "groups"),
-                "D_tx": _measured(place, D_tx, "versions"),
+                "D_tx": _measured(place, D_tx, "broadcasts" if self.broadcast else "versions"),
                 "D_fix": _measured(place, D_fix, "versions"),
                 "α": _measured(place, α.times(100), "groups", " %"),
                 "μ": _measured(place, μ.times(1 / self.workers), "calls", " groups/s per worker"),
             },
+            links_seen=self.links,
         )
 
 
 def calibrate(observations: Observations) -> Calibration:
     """The terms that these observations give."""
     steps_s = [step.work_s for step in observations.steps]
-    transfers_s, fixed_s = _disseminations(observations.loads)
+    loaded = {load.version for load in observations.loads}
+    broadcasts_s = {version: seconds for version, seconds in observations.broadcasts_s.items() if version in loaded}
+    if len(broadcasts_s) < LEAST_BROADCASTS:
+        broadcasts_s = {}
+    transfers_s, fixed_s = _disseminations(observations.loads, broadcasts_s)
     calls = _calls(observations.groups)
     latency = _latency(observations.groups)
     between_calls = robust_mean([call.mean_latency_s for call in calls], [call.weight * call.size for call in calls])
@@ -210,6 +226,8 @@ def calibrate(observations: Observations) -> Calibration:
         worker_groups_per_s={worker: speed for worker, speed in speeds.items() if speed is not None},
         workers=len(observations.workers),
         worker_slots=round(fmean(slots)) if slots else 1,
+        broadcast=bool(broadcasts_s),
+        links=observations.links,
     )
 
 
@@ -217,14 +235,14 @@ def _weights(count: int, half_life: float) -> list[float]:
     return decayed(range(count - 1, -1, -1), half_life)
 
 
-def _disseminations(loads: Sequence[Load]) -> tuple[list[float], list[float]]:
-    """D_tx and D_fix of each version, oldest first."""
+def _disseminations(loads: Sequence[Load], broadcasts_s: Mapping[int, float]) -> tuple[list[float], list[float]]:
+    """D_tx and D_fix of each version, oldest first; where there were broadcasts, of the versions that were."""
     versions: dict[int, list[Load]] = defaultdict(list)
     for load in loads:
         versions[load.version].append(load)
     transfers_s, fixed_s = [], []
-    for version in sorted(versions):
-        transfer_s = max(load.transfer_s for load in versions[version])
+    for version in sorted(broadcasts_s or versions):
+        transfer_s = broadcasts_s.get(version) or max(load.transfer_s for load in versions[version])
         transfers_s.append(transfer_s)
         fixed_s.append(max(0.0, fmean(load.latency_s for load in versions[version]) - transfer_s))
     return transfers_s, fixed_s

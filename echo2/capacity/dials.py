@@ -1,4 +1,5 @@
-"""Dials: how far each number that a user can turn must go, or may go, for the target, all others as they are.
+"""Dials: how far each number that a user can turn must go, or may go, for the target, all others as they are; and what D would
+be if versions travelled in another way.
 
 Invariants: a dial's limit is the value nearest to a stalling learner that still reaches the goal, by the closed form of
 `echo2.capacity.slow_end`; the goal is the target or, where the dial alone cannot reach it, the best that the dial can do; a
@@ -15,6 +16,7 @@ from typing import TypeVar
 from echo2.capacity.latencies import Latency
 from echo2.capacity.model import Links, Prediction, Workload
 from echo2.capacity.slow_end import least_integer, loaded_step_time_s, longest_step_s, predict_pool, reaches
+from echo2.capacity.transfer import Transfer, variations
 
 GAIN = 1.005
 """Utilisation over the present one from which a dial is said to do something."""
@@ -73,14 +75,15 @@ class Dial:
     """Whether this dial alone, at its limit, reaches the target."""
 
 
-def dials(workload: Workload, links: Links, slots: float, latency: Latency, target_utilisation: float) -> tuple[Dial, ...]:
+def dials(now: Situation, target_utilisation: float) -> tuple[Dial, ...]:
     """S, κ, D, L, μ and B. D keeps the shares of its parts, L its spread, and T grows with B; the pool keeps its slots.
 
     At κ = 3 freshness binds, D + L = 2.8 s > 2 s. S = 5, κ = 2, D = 1.2 s, or a batch that takes the learner longer would do, a
     larger pool would not:
 
     >>> from echo2.capacity.latencies import Constant
-    >>> for dial in dials(Workload(1.0, 32, 4, 3, 0.8, 1.0), Links(2.0, 0.0), 96, Constant(0.8), target_utilisation=1.0):
+    >>> now = Situation(Workload(1.0, 32, 4, 3, 0.8, 1.0), Links(2.0, 0.0), 96, Constant(0.8))
+    >>> for dial in dials(now, target_utilisation=1.0):
     ...     print(dial.symbol, None if dial.limit is None else round(dial.limit, 3), dial.reaches_target)
     S 5 True
     κ 2 True
@@ -89,8 +92,8 @@ def dials(workload: Workload, links: Links, slots: float, latency: Latency, targ
     μ None False
     B 45 True
     """
+    workload, links, latency = now.workload, now.links, now.latency
     longest_step_s(workload, target_utilisation)
-    now = Situation(workload, links, slots, latency)
     search = _Search(now, target_utilisation)
     S, κ, T, B = workload.staleness_bound, workload.publish_interval, workload.learner_step_s, workload.groups_per_batch
     longest_s = 2 * (S + 2) * T
@@ -111,6 +114,42 @@ def dials(workload: Workload, links: Links, slots: float, latency: Latency, targ
         search.least_pool(),
         search.least("B", "groups", B, with_batch, 1, GREATEST_BATCH * B),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """D if versions travelled in another way, and what the closed form makes of it."""
+
+    name: str
+    links: Links
+    utilisation: float
+
+
+def outlooks(now: Situation, transfer: Transfer | None, workers: int) -> tuple[Outlook, ...]:
+    """As it is, and the `variations` of `transfer` with D_tx in proportion to theirs; none where that is not known.
+
+    A D_tx that was measured as 8 s where T* lets expect 5.87 s stays in that proportion:
+
+    >>> from echo2.capacity.latencies import Constant
+    >>> now = Situation(Workload(10.0, 32, 4, 1, 0.8, 1.0), Links(8.0, 1.0), 96, Constant(0.8))
+    >>> link = Transfer(1e9, 1e8, True, True, 50e6, 12.5e6)
+    >>> for outlook in outlooks(now, link, 8):
+    ...     print(outlook.name, round(outlook.links.latency_s, 2))
+    as planned, 8 workers 9.0
+    16 workers 10.6
+    source uplink of 100 MB/s 7.0
+    in full, 1 GB 81.0
+    each from the hub 22.82
+    """
+    if transfer is None or not now.links.transfer_s:
+        return ()
+    scale = now.links.transfer_s / transfer.seconds(workers)
+    found = []
+    for variation in variations(transfer, workers):
+        links = Links(scale * variation.transfer.seconds(variation.workers), now.links.fixed_s)
+        then = replace(now, links=links, slots=now.slots * variation.workers / workers)
+        found.append(Outlook(variation.name, links, then.utilisation))
+    return tuple(found)
 
 
 class _Search:

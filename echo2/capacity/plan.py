@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from echo2.capacity.dials import Dial, dials
+from echo2.capacity.dials import Dial, Outlook, Situation, dials, outlooks
 from echo2.capacity.latencies import Latency
 from echo2.capacity.model import Condition, Links, Prediction, SerialRule, Workload, ceiling, required_throughput, serial_rule
 from echo2.capacity.pool import PoolUnit
@@ -18,6 +18,7 @@ from echo2.capacity.simulation import SimulationResult
 from echo2.capacity.slow_end import least_integer, predict_pool, reaches, slow_end_latency_s
 from echo2.capacity.tables import duration, number, percent, quantity, table
 from echo2.capacity.terms import Terms, estimate_terms
+from echo2.capacity.transfer import transfer_of
 
 if TYPE_CHECKING:
     from echo2.config import Config
@@ -34,6 +35,10 @@ MOST_BOUND = 64
 
 BOUNDS_TRIED = 4
 """S, from the closed form's on, that the twin is asked about."""
+
+
+ROUNDS = 4
+"""How often the workers that the target needs are counted anew, since more of them may make D longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,8 @@ class Plan:
     in_calls: bool
     """Whether workers generate in calls."""
     dials: tuple[Dial, ...]
+    outlooks: tuple[Outlook, ...]
+    """The first one as planned; none where it is not known what travels on which links."""
     serial: SerialRule
     serial_prediction: Prediction | None
     """What the closed form says of the serial rule's own κ and μ; None where no pool satisfies that rule."""
@@ -86,7 +93,7 @@ class Plan:
 
     def workers_for(self, groups_per_s: float) -> int:
         """Workers that complete so many groups per second, each as fast as the planned ones are on average."""
-        return max(1, ceiling(groups_per_s * self.terms.workers / self.terms.groups_per_s))
+        return _workers_for(self.terms, groups_per_s)
 
 
 def make_plan(config: Config, terms: Terms | None = None) -> Plan:
@@ -95,38 +102,61 @@ def make_plan(config: Config, terms: Terms | None = None) -> Plan:
     Raises UserError where a term is impossible. Without workers in the configuration, the plan takes what the target needs.
     """
     workers_chosen = terms is None and config.fleet.workers == 0
-    terms = terms or estimate_terms(config, config.fleet.workers or 1)
+    if terms is None:
+        terms = _terms_for_target(config) if workers_chosen else estimate_terms(config, config.fleet.workers)
     workload, links, latency, target = terms.workload(config), terms.links, terms.latency, config.capacity.target_utilisation
     unit = terms.unit(config)
     configured = provision(workload, links, target, latency=latency, publish_intervals=[workload.publish_interval], unit=unit)
-    if workers_chosen:
-        terms = terms.with_workers(max(1, ceiling(configured.groups_per_s / terms.groups_per_s)))
     best = provision(workload, links, target, latency=latency, unit=unit)
     serial = serial_rule(workload, links)
     serial_prediction = None
     if serial.groups_per_s is not None:
         at_serial = replace(workload, publish_interval=serial.publish_interval)
         serial_prediction = predict_pool(at_serial, links, serial.groups_per_s * latency.mean_s, latency)
+    now = Situation(workload, links, terms.slots, latency)
     return Plan(
         run_name=config.run.name,
         steps=config.run.steps,
         terms=terms,
         workload=workload,
         links=links,
-        prediction=predict_pool(workload, links, terms.slots, latency),
+        prediction=now.predict(),
         simulated=simulate_pool(workload, links, terms.slots, latency, unit),
         slow_end_s=slow_end_latency_s(latency, workload.groups_per_batch, terms.slots, workload.accepted_share),
         target_utilisation=target,
         best=best,
         configured=configured,
         in_calls=unit.in_calls,
-        dials=dials(workload, links, terms.slots, latency, target),
+        dials=dials(now, target),
+        outlooks=outlooks(now, transfer_of(config, terms.links_seen), terms.workers),
         serial=serial,
         serial_prediction=serial_prediction,
         together=None if best.reachable else _least_bound(workload, links, target, latency, unit),
         workers_chosen=workers_chosen,
         worker_price_usd_per_hour=config.fleet.price_usd_per_hour,
     )
+
+
+def _terms_for_target(config: Config) -> Terms:
+    """Estimates for as many workers as the target needs at the configured κ."""
+    terms = estimate_terms(config, 1)
+    for _ in range(ROUNDS):
+        pool = provision(
+            terms.workload(config),
+            terms.links,
+            config.capacity.target_utilisation,
+            latency=terms.latency,
+            publish_intervals=[config.staleness.publish_interval],
+            unit=terms.unit(config),
+        )
+        former, terms = terms, estimate_terms(config, _workers_for(terms, pool.groups_per_s))
+        if terms.links == former.links:
+            break
+    return terms
+
+
+def _workers_for(terms: Terms, groups_per_s: float) -> int:
+    return max(1, ceiling(groups_per_s * terms.workers / terms.groups_per_s))
 
 
 def _least_bound(
@@ -168,6 +198,11 @@ def render_plan(plan: Plan) -> str:
             [_dial_row(dial, plan) for dial in plan.dials],
         )
         + _together_note(plan),
+        *(
+            [table(("dissemination", "D_tx", "D", "utilisation, by the closed form"), map(_outlook_row, plan.outlooks))]
+            if plan.outlooks
+            else []
+        ),
         table(("rule", "κ", "groups/s", "workers", "utilisation"), _rule_rows(plan)),
     )
     return "\n\n".join((head, *sections))
@@ -285,6 +320,11 @@ def _dial_row(dial: Dial, plan: Plan) -> tuple[str, ...]:
         rest = dial.at_limit
         return (dial.symbol, value, f"not alone: at {limit} U = {percent(rest.utilisation)}, {rest.binding.name} binds")
     return (dial.symbol, value, f"at {'most' if dial.at_most else 'least'} {limit}")
+
+
+def _outlook_row(outlook: Outlook) -> tuple[str, ...]:
+    links = outlook.links
+    return outlook.name, quantity(links.transfer_s, "s"), quantity(links.latency_s, "s"), percent(outlook.utilisation)
 
 
 def _rule_rows(plan: Plan) -> list[tuple[str, ...]]:

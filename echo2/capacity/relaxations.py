@@ -45,40 +45,26 @@ def is_fresh(candidate: Candidate, fresh_s: float) -> bool:
     return candidate.age_s <= fresh_s * (1 + TOLERANCE)
 
 
-def least_relaxations(
-    candidates: Sequence[Candidate],
-    learner_step_s: float,
-    slack_steps: int,
-    needed_groups_per_s: float,
-    limits: Limits,
-    time_limit_s: float,
-) -> tuple[Relaxation, ...]:
-    """Every single change that allows a plan; all of them together where no single one does, so long as there is any."""
-    search = _Search(candidates, learner_step_s, slack_steps, needed_groups_per_s, limits, time_limit_s)
-    alone = tuple(search.alone())
-    return alone or tuple(search.together())
+@dataclass(frozen=True, slots=True)
+class RelaxationSearch:
+    """Looks for the least change of each limit that allows a plan."""
 
+    candidates: Sequence[Candidate]
+    learner_step_s: float
+    slack_steps: int
+    needed_groups_per_s: float
+    limits: Limits
+    time_limit_s: float
 
-class _Search:
-    """Looks for the least change of each limit."""
+    def least(self) -> tuple[Relaxation, ...]:
+        """Every single change that allows a plan; all of them together where no single one does, so long as there is any."""
+        return tuple(self._alone()) or tuple(self._together())
 
-    def __init__(
-        self,
-        candidates: Sequence[Candidate],
-        learner_step_s: float,
-        slack_steps: int,
-        needed_groups_per_s: float,
-        limits: Limits,
-        time_limit_s: float,
-    ) -> None:
-        self.candidates, self.learner_step_s, self.slack_steps = candidates, learner_step_s, slack_steps
-        self.needed, self.limits, self.time_limit_s = needed_groups_per_s, limits, time_limit_s
-
-    def alone(self) -> Iterator[Relaxation]:
+    def _alone(self) -> Iterator[Relaxation]:
         """One limit at a time."""
         yield from (*self._budget(), *self._quotas(), *self._cap(), *self._floor(), *self._staleness(), *self._need())
 
-    def together(self) -> Iterator[Relaxation]:
+    def _together(self) -> Iterator[Relaxation]:
         """All limits but the staleness bound dropped."""
         free = Limits(failure_domain=self.limits.failure_domain)
         yield from self._relaxed("all limits together", "without budget, quotas, cap and on-demand share", free)
@@ -149,12 +135,13 @@ class _Search:
 
     def _need(self) -> Iterator[Relaxation]:
         def enough(hundredths: int) -> bool:
-            return self._select(self.limits, needed=self.needed * (1 - hundredths / 100)) is not None
+            return self._select(self.limits, needed=self.needed_groups_per_s * (1 - hundredths / 100)) is not None
 
         least = least_integer(enough, 1, 99)
         if least is not None:
-            needed = self.needed * (1 - least / 100)
-            sentence = f"{number(needed)} groups/s in place of {number(self.needed)}: the learner waits for the rest"
+            now = self.needed_groups_per_s
+            needed = now * (1 - least / 100)
+            sentence = f"{number(needed)} groups/s in place of {number(now)}: the learner waits for the rest"
             yield from self._relaxed("the throughput", sentence, self.limits, needed=needed)
 
     def _least(self, at: Callable[[int], Limits], least: int, most: int) -> int | None:
@@ -169,13 +156,13 @@ class _Search:
         selection = self._select(limits, slack_steps, needed)
         if selection is not None:
             fresh_s = (slack_steps or self.slack_steps) * self.learner_step_s
-            yield Relaxation(name, sentence, selection, needed or self.needed, fresh_s)
+            yield Relaxation(name, sentence, selection, needed or self.needed_groups_per_s, fresh_s)
 
     def _select(self, limits: Limits, slack_steps: int | None = None, needed: float | None = None) -> Selection | None:
         """None also where none was found in time."""
         fresh_s = (slack_steps or self.slack_steps) * self.learner_step_s
         fresh = [candidate for candidate in self.candidates if is_fresh(candidate, fresh_s)]
         try:
-            return select(fresh, needed or self.needed, limits, self.time_limit_s) if fresh else None
+            return select(fresh, needed or self.needed_groups_per_s, limits, self.time_limit_s) if fresh else None
         except WaitTimeout:
             return None

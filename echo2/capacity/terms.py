@@ -17,6 +17,7 @@ from echo2.capacity.pool import SLOT, PoolUnit
 from echo2.capacity.provisioning import simulate_pool
 from echo2.capacity.simulation import SimulationResult
 from echo2.capacity.slow_end import least_integer, slow_end_latency_s
+from echo2.capacity.transfer import UNSEEN, SeenLinks, changed_transfer, transfer_of
 from echo2.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ ESTIMATE, GIVEN = "estimate from [capacity]", "given"
 ENGINES_IN_CALLS = ("transformers", "simulated")
 """Engines that generate a set of groups at a time and take the next when the last of them is done."""
 MOST_CALL_SLOTS = 1 << 16
+FIRST_TRANSFER_S = 0.1
+"""D_tx where nothing is known of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,8 @@ class Terms:
     """Groups that one worker generates at a time."""
     provenance: Mapping[TermName, str]
     """Where each term comes from, in words."""
+    links_seen: SeenLinks = UNSEEN
+    """What was measured of snapshots and links, which D_tx follows from."""
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -97,8 +102,8 @@ class Terms:
 def what_if(terms: Terms, measured_in: Config, config: Config, given: Collection[str]) -> Terms:
     """`terms` that were measured with one configuration, as they are to be expected with another one.
 
-    The learner's work grows with B, μ with the workers and, where they share a capped uplink without passing snapshots on, D_tx
-    with the workers and against the cap. Keys of [capacity] that the user has `given` count instead of what was measured.
+    The learner's work grows with B, μ with the workers, and D_tx as `Transfer.seconds` does with the workers, the uplinks and
+    what travels, where these are known. Keys of [capacity] that the user has `given` count instead of what was measured.
     """
     changes: dict[str, Any] = {}
     provenance = dict(terms.provenance)
@@ -106,10 +111,10 @@ def what_if(terms: Terms, measured_in: Config, config: Config, given: Collection
         changes["learner_step_s"] = terms.learner_step_s * groups / former
         provenance["T"] = f"in proportion to B = {groups}; {terms.provenance['T']} with B = {former}"
     workers = config.fleet.workers or terms.workers
-    cap, former_cap = config.dissemination.uplink_bytes_per_s, measured_in.dissemination.uplink_bytes_per_s
-    if cap and former_cap and not config.dissemination.peers and (workers != terms.workers or cap != former_cap):
-        changes["transfer_s"] = terms.transfer_s * workers / terms.workers * former_cap / cap
-        provenance["D_tx"] = f"in proportion to workers over uplink; {terms.provenance['D_tx']} with {terms.workers} workers"
+    before, after = changed_transfer(measured_in, config, terms.links_seen, given)
+    if before and after and (ratio := after.seconds(workers) / before.seconds(terms.workers)) != 1.0:
+        changes["transfer_s"] = terms.transfer_s * ratio
+        provenance["D_tx"] = f"in proportion to {after.told(workers)}; {terms.provenance['D_tx']} with {terms.workers} workers"
     terms = replace(terms.with_workers(workers), provenance=provenance, **changes)
     return _with_given(terms, config, given)
 
@@ -122,7 +127,7 @@ def _with_given(terms: Terms, config: Config, given: Collection[str]) -> Terms:
         "group_latency_cv": ("L", {"latency": Lognormal(terms.latency.mean_s, cv)}),
         "worker_groups_per_s": ("μ", {"groups_per_s": terms.workers * capacity.worker_groups_per_s}),
         "accepted_share": ("α", {"accepted_share": capacity.accepted_share}),
-        "transfer_s": ("D_tx", {"transfer_s": capacity.transfer_s}),
+        "transfer_s": ("D_tx", {"transfer_s": capacity.transfer_s or 0.0}),
         "dissemination_fixed_s": ("D_fix", {"fixed_s": capacity.dissemination_fixed_s}),
     }
     chosen = [changes[key] for key in changes if f"capacity.{key}" in given]
@@ -134,19 +139,24 @@ def _with_given(terms: Terms, config: Config, given: Collection[str]) -> Terms:
 
 
 def estimate_terms(config: Config, workers: int) -> Terms:
-    """What [capacity] lets expect of so many workers."""
-    given = config.capacity
+    """What [capacity] lets expect of so many workers; D_tx that is not given follows from what travels and the links."""
+    given, transfer = config.capacity, transfer_of(config)
     latency = Lognormal(given.group_latency_s, given.group_latency_cv)
+    transfer_s, transfer_source = given.transfer_s, ESTIMATE
+    if transfer_s is None:
+        transfer_s = FIRST_TRANSFER_S
+        if transfer is not None:
+            transfer_s, transfer_source = transfer.seconds(workers), transfer.told(workers)
     return Terms(
         learner_step_s=given.learner_step_s,
         latency=latency,
         groups_per_s=workers * given.worker_groups_per_s,
         accepted_share=given.accepted_share,
-        transfer_s=given.transfer_s,
+        transfer_s=transfer_s,
         fixed_s=given.dissemination_fixed_s,
         workers=workers,
         worker_slots=call_slots(latency, given.worker_groups_per_s),
-        provenance=dict.fromkeys(TERM_NAMES, ESTIMATE),
+        provenance={**dict.fromkeys(TERM_NAMES, ESTIMATE), "D_tx": transfer_source},
     )
 
 

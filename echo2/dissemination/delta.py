@@ -64,7 +64,7 @@ def encode_delta(
 
 
 def apply_delta(
-    base: Content, pieces: Iterable[bytes], expected_digest: str, *, base_digest: str | None = None, threads: int = 1
+    base: Content, pieces: Iterable[Content], expected_digest: str, *, base_digest: str | None = None, threads: int = 1
 ) -> memoryview:
     """The weights that a delta makes of `base`; `pieces` are its bytes, cut anywhere, and are used as they come.
 
@@ -121,7 +121,7 @@ def _encoded(
 class _Reader:
     """The bytes of a delta in the order of their arrival, and the digest of those read."""
 
-    def __init__(self, pieces: Iterable[bytes]) -> None:
+    def __init__(self, pieces: Iterable[Content]) -> None:
         self._pieces = iter(pieces)
         self._waiting = bytearray()
         self._hasher = blake3()

@@ -19,13 +19,14 @@ from blake3 import blake3
 
 from echo2.dissemination.broadcast.arrivals import Arrivals
 from echo2.dissemination.delta import apply_delta
-from echo2.dissemination.manifest import Manifest, SnapshotWithdrawn, signing_key, verify
+from echo2.dissemination.manifest import Content, Manifest, SnapshotWithdrawn, signing_key, verify
 from echo2.errors import SnapshotError, WaitTimeout
 
 FIRST_PAUSE_S = 0.05
+PIECE_BYTES = 1024 * 1024
 LONGEST_PAUSE_S = 5.0
 
-Fetch = Callable[[int, int], Iterator[bytes]]
+Fetch = Callable[[int, int], Iterator[Content]]
 """(first_chunk, count) → the bytes of these chunks, in pieces of any size."""
 
 
@@ -42,7 +43,7 @@ class SnapshotSource(Protocol):
         Empty after `wait_s` without a newer one. Raises SourceUnavailable.
         """
 
-    def stream(self, manifest: Manifest, first_chunk: int, count: int) -> Iterator[bytes]:
+    def stream(self, manifest: Manifest, first_chunk: int, count: int) -> Iterator[Content]:
         """The bytes of these chunks. Raises SourceUnavailable, or SnapshotWithdrawn where there is no such payload now."""
 
 
@@ -51,7 +52,7 @@ class ReceivedSnapshot:
     """Weights that arrived whole, by the manifest that they came with last."""
 
     manifest: Manifest
-    weights: bytes
+    weights: Content
     fetch_s: float
     """From the first byte asked for to the last one, and the making of the weights."""
     fetched_bytes: int
@@ -66,7 +67,7 @@ def receive(
     attempts: int = 5,
     break_attempts: float = 5,
     pause: Callable[[float], None] = time.sleep,
-) -> bytes:
+) -> bytearray:
     """The payload that `manifest` describes.
 
     A chunk that arrives damaged or cut short is asked for again, `attempts` times in all. A source that breaks off is resumed
@@ -101,6 +102,11 @@ def retry_pause_s(failures: int) -> float:
     return longest_s * random.uniform(0.5, 1.0)
 
 
+def _pieces(payload: Content) -> Iterator[memoryview]:
+    view = memoryview(payload)
+    return (view[start : start + PIECE_BYTES] for start in range(0, len(view), PIECE_BYTES))
+
+
 class _ChunkDamaged(Exception):
     pass
 
@@ -122,7 +128,7 @@ class _Assembly:
         """Forget the beginning of a chunk that was not finished."""
         self._filled_bytes = 0
 
-    def feed(self, piece: bytes) -> None:
+    def feed(self, piece: Content) -> None:
         """Take the next bytes; what goes beyond the payload is left. Raises _ChunkDamaged at the first wrong chunk."""
         rest = memoryview(piece)
         while rest and not self.complete:
@@ -138,14 +144,14 @@ class _Assembly:
                 self.chunk += 1
                 self._filled_bytes = 0
 
-    def finish(self) -> bytes:
+    def finish(self) -> bytearray:
         """The payload. Raises SnapshotError if it is not what the manifest promises."""
         if blake3(self._payload).hexdigest() != self._manifest.payload_digest:
             raise SnapshotError(
                 f"snapshot of version {self._manifest.version}: every chunk is right but the whole has not the digest in its "
                 f"manifest: publish it again"
             )
-        return bytes(self._payload)
+        return self._payload
 
 
 def _transfer(assembly: _Assembly, fetch: Fetch, manifest: Manifest) -> None:
@@ -279,17 +285,16 @@ class SnapshotFollower:
         start_s = time.monotonic()
         weights, held_id = (held.weights, held.manifest.snapshot_id) if held else (b"", None)
         for manifest in route:
-            payload = self._fetch(manifest)
             if manifest.base_id not in (None, held_id):
                 raise SnapshotError(f"snapshot of version {manifest.version} builds on {manifest.base_id}, which is not held")
+            payload = self._fetch(manifest)
             if manifest.is_delta:
-                made = apply_delta(weights, [payload], manifest.weights_digest, base_digest=manifest.base_digest)
-                payload = bytes(made)
+                payload = apply_delta(weights, _pieces(payload), manifest.weights_digest, base_digest=manifest.base_digest)
             weights, held_id = payload, manifest.snapshot_id
         fetched_bytes = sum(manifest.total_bytes for manifest in route)
         return ReceivedSnapshot(route[-1], weights, time.monotonic() - start_s, fetched_bytes)
 
-    def _fetch(self, manifest: Manifest) -> bytes:
+    def _fetch(self, manifest: Manifest) -> Content:
         """The payload, as it arrives by itself or else from the source. Raises SnapshotError if it cannot be had."""
         verify(manifest, self._key, self._run_id)
         if self._arrivals is not None:
@@ -297,7 +302,7 @@ class SnapshotFollower:
             if arrived is not None:
                 return arrived
 
-        def fetch(first_chunk: int, count: int) -> Iterator[bytes]:
+        def fetch(first_chunk: int, count: int) -> Iterator[Content]:
             for piece in self._source.stream(manifest, first_chunk, count):
                 if self._stopping.is_set():
                     raise _Stopped

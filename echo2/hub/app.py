@@ -20,10 +20,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from echo2.dissemination.broadcast.record import RECORD
 from echo2.dissemination.manifest import SnapshotWithdrawn, encode_route
+from echo2.dissemination.store import SnapshotStore
 from echo2.errors import UserError
 from echo2.hub.metrics import render_metrics
 from echo2.hub.service import Hub
-from echo2.hub.uplink import Uplink
 from echo2.protocol import BodyError, Telemetry, decode_group, encode_batch
 from echo2.run_directory import RunDirectory
 
@@ -81,7 +81,7 @@ def create_app(run: RunDirectory) -> FastAPI:
     app.add_middleware(Guard, token=run.token, max_body_bytes=run.config.hub.max_body_bytes)
     _explain_errors(app)
     _add_worker_routes(app, run)
-    _add_snapshot_routes(app, Uplink(run.config.dissemination.uplink_bytes_per_s))
+    _add_snapshot_routes(app, run)
     _add_learner_routes(app)
     _add_overview_routes(app, run)
     return app
@@ -197,7 +197,19 @@ def _add_worker_routes(app: FastAPI, run: RunDirectory) -> None:
         return Response(file.read_bytes(), media_type="application/json")
 
 
-def _add_snapshot_routes(app: FastAPI, uplink: Uplink) -> None:
+def _add_snapshot_routes(app: FastAPI, run: RunDirectory) -> None:
+    @app.get("/v1/base")
+    async def base() -> Response:
+        manifest = SnapshotStore(run.base, run.run_id, run.token).manifest(0) if run.base.is_dir() else None
+        if manifest is None:
+            return _refusal(404, "the run has no base: its snapshots hold all weights")
+        return Response(manifest.model_dump_json(), media_type="application/json")
+
+    @app.get("/v1/base/{payload_digest}/chunks")
+    async def base_chunks(request: Request, payload_digest: str, first: int, count: int) -> Response:
+        pieces = SnapshotStore(run.base, run.run_id, run.token).stream(0, payload_digest, first, count)
+        return StreamingResponse(_hub(request).uplink.paced(pieces), media_type="application/octet-stream")
+
     @app.get("/v1/snapshots/newest")
     async def newest(request: Request, wait_s: Wait = 0.0, held: str | None = None) -> Response:
         route = await _hub(request).snapshot_route(held, wait_s)
@@ -206,7 +218,7 @@ def _add_snapshot_routes(app: FastAPI, uplink: Uplink) -> None:
     @app.get("/v1/snapshots/{version}/{payload_digest}/chunks")
     async def chunks(request: Request, version: int, payload_digest: str, first: int, count: int) -> Response:
         pieces = _hub(request).store.stream(version, payload_digest, first, count)
-        return StreamingResponse(uplink.paced(pieces), media_type="application/octet-stream")
+        return StreamingResponse(_hub(request).uplink.paced(pieces), media_type="application/octet-stream")
 
     @app.post("/v1/snapshots/{version}/announce")
     async def announce(request: Request, version: int) -> dict[str, Any]:

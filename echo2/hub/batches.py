@@ -2,7 +2,7 @@
 
 Invariants: a step's batch is assigned once and kept, so a learner that comes back from an older checkpoint is given the same
 batches again and its replay repeats what was lost; no group with staleness > S is assigned; payloads are kept for as long as a
-kept checkpoint may ask for them.
+checkpoint that the run may go on from can ask for them.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from pathlib import Path
 from echo2.config import Config
 from echo2.dissemination.broadcast.record import BroadcastEvent, BroadcastRecord
 from echo2.dissemination.broadcast.source import Broadcast, Source
+from echo2.dissemination.pacing import Pacer
 from echo2.dissemination.store import SnapshotStore
 
 KEPT_RECORDS = 8
@@ -27,19 +28,21 @@ class Broadcaster:
         run_id: str,
         token: str,
         store: SnapshotStore,
+        pacer: Pacer | None,
         former_port: int,
         on_event: Callable[[BroadcastEvent], None],
     ) -> None:
         """Listens on the configured port, else on `former_port` so that workers find it again after a restart, else on any.
+        They get then what they have not received of the newest snapshot.
 
-        Raises OSError if a configured port cannot be had.
+        Raises OSError if a configured port cannot be had, SnapshotError if the newest snapshot is damaged.
         """
         self._store = store
         self._broadcasts: dict[int, Broadcast] = {}
-        cap = config.dissemination.uplink_bytes_per_s or None
+        self._latest: Broadcast | None = None
 
         def source(port: int) -> Source:
-            return Source(run_id, token, host=config.hub.host, port=port, uplink_bytes_per_s=cap, on_event=on_event)
+            return Source(run_id, token, host=config.hub.host, port=port, pacer=pacer, on_event=on_event)
 
         try:
             self._source = source(config.dissemination.port or former_port)
@@ -48,6 +51,8 @@ class Broadcaster:
                 raise
             self._source = source(0)
         self._source.start()
+        if (newest := store.newest()) is not None:
+            self.announce(newest.version)
 
     @property
     def port(self) -> int:
@@ -55,9 +60,14 @@ class Broadcaster:
         return self._source.address[1]
 
     def announce(self, version: int) -> None:
-        """Bring the snapshot of `version` to every connected worker; raises SnapshotError if the store does not hold it."""
+        """Bring the snapshot of `version` to every connected worker, once however often it is asked for.
+
+        Raises SnapshotError if the store does not hold it.
+        """
         manifest, file = self._store.smallest(version)
-        self._broadcasts[version] = self._source.broadcast(manifest, _mapped(file))
+        if self._latest is not None and self._latest.manifest.signature == manifest.signature:
+            return
+        self._broadcasts[version] = self._latest = self._source.broadcast(manifest, _mapped(file))
         for old in sorted(self._broadcasts)[:-KEPT_RECORDS]:
             del self._broadcasts[old]
 

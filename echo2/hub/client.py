@@ -16,7 +16,7 @@ import tenacity
 from pydantic import ValidationError
 
 from echo2.dissemination.broadcast.record import RECORD, BroadcastRecord
-from echo2.dissemination.manifest import Manifest, SnapshotWithdrawn, parse_route
+from echo2.dissemination.manifest import Manifest, SnapshotWithdrawn, parse_manifest, parse_route
 from echo2.errors import UserError, WaitTimeout
 from echo2.protocol import Batch, GroupRollouts, LeaseAnswer, Telemetry, WorkerWelcome, decode_batch, encode_group
 
@@ -114,7 +114,17 @@ class HubClient:
 
     def stream_snapshot(self, manifest: Manifest, first_chunk: int, count: int) -> Iterator[bytes]:
         """The bytes of `count` chunks as they arrive. Raises HubUnavailable when the stream breaks; it is not repeated here."""
-        path = f"/v1/snapshots/{manifest.version}/{manifest.payload_digest}/chunks"
+        yield from self._stream(f"/v1/snapshots/{manifest.version}/{manifest.payload_digest}/chunks", first_chunk, count)
+
+    def base(self) -> Manifest:
+        """What describes the weights that the run's adapters belong to."""
+        return parse_manifest(self._request("GET", "/v1/base").content)
+
+    def stream_base(self, manifest: Manifest, first_chunk: int, count: int) -> Iterator[bytes]:
+        """The bytes of `count` of its chunks, as `stream_snapshot` gives those of a snapshot."""
+        yield from self._stream(f"/v1/base/{manifest.payload_digest}/chunks", first_chunk, count)
+
+    def _stream(self, path: str, first_chunk: int, count: int) -> Iterator[bytes]:
         try:
             with self._http.stream("GET", path, params={"first": first_chunk, "count": count}) as answer:
                 if answer.status_code != 200:
@@ -123,7 +133,7 @@ class HubClient:
                 self._last_contact = time.monotonic()
                 yield from answer.iter_bytes()
         except httpx.TransportError as error:
-            raise HubUnavailable(f"hub {self.url}: the stream of version {manifest.version} broke ({error!r})") from None
+            raise HubUnavailable(f"hub {self.url}: the stream of {path} broke ({error!r})") from None
 
     def announce(self, version: int) -> str:
         return self._json("POST", f"/v1/snapshots/{version}/announce")["snapshot_id"]

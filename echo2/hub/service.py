@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from echo2.dissemination.broadcast.record import BroadcastEvent, BroadcastRecord
 from echo2.dissemination.manifest import Manifest
+from echo2.dissemination.pacing import Pacer
 from echo2.dissemination.store import SnapshotStore
 from echo2.errors import SnapshotError, UserError
 from echo2.hub.broadcaster import Broadcaster
@@ -28,6 +29,7 @@ from echo2.hub.roster import Roster
 from echo2.hub.scoring import ScoringPool
 from echo2.hub.signals import Signal
 from echo2.hub.statistics import Statistics
+from echo2.hub.uplink import Uplink
 from echo2.protocol import Batch, GroupRollouts, Lease, LeaseAnswer, Sampling, Telemetry, TrainingGroup, WorkerWelcome
 from echo2.run_directory import RunDirectory
 from echo2.tasks import PromptError, checked_prompt
@@ -55,6 +57,9 @@ class Hub:
         self._view = Database(run.ledger, run.run_id)
         self._view_thread = ThreadPoolExecutor(1, thread_name_prefix="view")
         self.store = SnapshotStore(run.snapshots, run.run_id, run.token)
+        cap = config.dissemination.uplink_bytes_per_s
+        self._pacer = Pacer(cap) if cap else None
+        self.uplink = Uplink(self._pacer)
         self._task = make_task(config.task, config.run.seed)
         self._tokenizer = load_tokenizer(run.model)
         check_agreement(self._task, self._tokenizer)
@@ -110,7 +115,7 @@ class Hub:
 
         try:
             self._broadcaster = Broadcaster(
-                self.run.config, self.run.run_id, self.run.token, self.store, int(former or 0), on_event
+                self.run.config, self.run.run_id, self.run.token, self.store, self._pacer, int(former or 0), on_event
             )
         except OSError as error:
             raise UserError(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from echo2.capacity.calibration import GroupTime, Load, Observations, StepTime
+from echo2.capacity.transfer import SeenLinks
 from echo2.hub.database import Database
 from echo2.protocol import Telemetry
 
@@ -108,6 +109,8 @@ class Statistics:
             groups=groups,
             accepted=accepted,
             loads=self._loads_since(since_s, {step.step: step for step in steps}),
+            broadcasts_s=self._broadcasts_s(),
+            links=self._links(),
             workers=_present(workers, silence_s, steps[-1].finished_at_s if steps else 0.0),
         )
 
@@ -119,6 +122,29 @@ class Statistics:
         )
         timed = [r for r in reversed(rows) if r["work_s"] is not None and r["wait_s"] is not None]
         return [StepTime(r["step"], r["finished_at_s"], r["work_s"], r["wait_s"]) for r in timed]
+
+    def _broadcasts_s(self) -> dict[int, float]:
+        """Seconds until the last worker had it, of each version that the newest steps tell the broadcast of."""
+        rows = self._db.rows(
+            "SELECT json_extract(metrics, '$.\"dissemination/version\"') AS version,"
+            " json_extract(metrics, '$.\"dissemination/last_s\"') AS last_s FROM steps ORDER BY step DESC LIMIT ?",
+            NEWEST_STEPS,
+        )
+        return {int(r["version"]): r["last_s"] for r in rows if r["version"] is not None and r["last_s"] is not None}
+
+    def _links(self) -> SeenLinks:
+        """As the newest step that published tells of them."""
+        row = self._db.row(
+            "SELECT metrics FROM steps WHERE json_extract(metrics, '$.\"dissemination/full_bytes\"') IS NOT NULL"
+            " ORDER BY step DESC LIMIT 1"
+        )
+        metrics = json.loads(row["metrics"]) if row else {}
+        return SeenLinks(
+            full_bytes=metrics.get("dissemination/full_bytes"),
+            delta_bytes=metrics.get("dissemination/delta_bytes"),
+            source_bytes_per_s=metrics.get("dissemination/source_uplink_bytes_per_s"),
+            worker_bytes_per_s=metrics.get("dissemination/worker_uplink_bytes_per_s"),
+        )
 
     def _groups_since(self, since_s: float) -> tuple[list[GroupTime], list[bool]]:
         """Times of the groups that were scored, and whether each was accepted, unless it only grew too old; both by time."""

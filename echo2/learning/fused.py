@@ -37,16 +37,16 @@ class _HeadLogProbs(torch.autograd.Function):
         return log_probs, entropies
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor | None, None, None]:
         hidden, head, targets, normalisers, entropies = ctx.saved_tensors
         by_log_prob, by_entropy = (None if gradient is None else gradient / ctx.temperature for gradient in gradients)
         if by_log_prob is None:
             by_log_prob = torch.zeros_like(normalisers)
         hidden_gradient = torch.zeros_like(hidden, dtype=normalisers.dtype)
-        head_gradient = torch.empty_like(head)
+        head_gradient = torch.empty_like(head) if ctx.needs_input_grad[1] else None
         for columns in _tiles(len(head), TILE_VOCABULARY):
             tile_head = head[columns].to(normalisers.dtype)
-            tile_gradient = torch.zeros_like(tile_head)
+            tile_gradient = None if head_gradient is None else torch.zeros_like(tile_head)
             for rows in _tiles(len(hidden), _tile_rows(head)):
                 tile_hidden = hidden[rows].to(normalisers.dtype)
                 logits = (tile_hidden @ tile_head.T).div_(ctx.temperature)
@@ -55,8 +55,10 @@ class _HeadLogProbs(torch.autograd.Function):
                 places, inside = _places(targets[rows], columns, len(tile_head))
                 gradient.scatter_add_(1, places[:, None], torch.where(inside, by_log_prob[rows], 0.0)[:, None])
                 hidden_gradient[rows].addmm_(gradient, tile_head)
-                tile_gradient.addmm_(gradient.T, tile_hidden)
-            head_gradient[columns] = tile_gradient
+                if tile_gradient is not None:
+                    tile_gradient.addmm_(gradient.T, tile_hidden)
+            if head_gradient is not None:
+                head_gradient[columns] = tile_gradient
         return hidden_gradient.to(hidden.dtype), head_gradient, None, None
 
 

@@ -59,6 +59,10 @@ class Learner(ABC):
         pickle.UnpicklingError or SnapshotError.
         """
 
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of what the learner holds beside memory; it is not used afterwards."""
+
     def check_step(self, batch: Batch) -> None:
         """Raise LearnerError unless `batch` is for the step that is next."""
         if batch.step != self.version:

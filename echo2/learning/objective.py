@@ -7,8 +7,8 @@ against the behaviour policy that the loss clips, or by weights from the behavio
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -53,6 +53,10 @@ class Figures:
     """To be divided by the tokens of the whole batch."""
     smallest: Mapping[str, Tensor]
     largest: Mapping[str, Tensor]
+
+    def without_weight(self) -> Figures:
+        """The figures of tokens that count elsewhere: they add nothing to any sum, nor to a gradient."""
+        return replace(self, loss=self.loss * 0.0, sums={name: value * 0.0 for name, value in self.sums.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +148,20 @@ class Objective:
 DEFAULT_OBJECTIVE = Objective(ObjectiveSection(), SamplingSection().max_completion_tokens)
 
 
-def step_metrics(parts: Sequence[Figures], tokens: int, divisor: float) -> dict[str, float]:
-    """The metrics of the whole batch, of `tokens` tokens, from those of its parts; fetched from the device at once."""
+def step_metrics(
+    parts: Sequence[Figures], tokens: int, divisor: float, gathered: Callable[[Tensor], Tensor] | None = None
+) -> dict[str, float]:
+    """The metrics of the whole batch, of `tokens` tokens, from those of its parts; fetched from the device at once.
+
+    `gathered` makes of this rank's row of figures [n] the rows of all ranks [ranks, n], where there are several.
+    """
     rows = [[part.loss.detach(), *part.sums.values(), *part.smallest.values(), *part.largest.values()] for part in parts]
-    table = torch.stack([torch.stack([value.double() for value in row]) for row in rows]).cpu()
-    loss, sums, smallest, largest = table.split([1, *map(len, (parts[0].sums, parts[0].smallest, parts[0].largest))], dim=1)
+    widths = [1, *map(len, (parts[0].sums, parts[0].smallest, parts[0].largest))]
+    table = torch.stack([torch.stack([value.double() for value in row]) for row in rows])
+    if gathered is not None:
+        loss, sums, smallest, largest = table.split(widths, dim=1)
+        table = gathered(torch.cat([loss.sum(0), sums.sum(0), smallest.amin(0), largest.amax(0)]))
+    loss, sums, smallest, largest = table.cpu().split(widths, dim=1)
     metrics = {"loss": loss.sum().item() / divisor}
     metrics |= zip(parts[0].sums, (sums.sum(0) / tokens).tolist(), strict=True)
     metrics |= zip(parts[0].smallest, smallest.amin(0).tolist(), strict=True)

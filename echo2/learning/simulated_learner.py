@@ -47,6 +47,9 @@ class SimulatedLearner(Learner):
     def require_finite(self) -> None:
         """Weights drawn from 0 to 1 always are."""
 
+    def close(self) -> None:
+        """There is nothing to let go of."""
+
     def write_state(self, folder: Path) -> None:
         (folder / STATE).write_text(json.dumps({"weights": self._weights}) + "\n", encoding="utf-8")
 

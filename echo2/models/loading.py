@@ -6,17 +6,20 @@ are taken whole or not at all, so a model never mixes two versions.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from echo2.dissemination.manifest import Content
 from echo2.errors import ConfigError, SnapshotError
+from echo2.models.tensors import tensors_in
 
 Dtype = Literal["float32", "bfloat16"]
 DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -77,16 +80,18 @@ def export_weights(model: nn.Module, dtype: Dtype) -> bytes:
     return save(weights, metadata={"format": "pt"})
 
 
-def load_weights(model: nn.Module, snapshot: bytes) -> None:
+def load_weights(model: nn.Module, snapshot: Content) -> None:
     """Copy the weights of a safetensors message into `model`, in place, cast to the model's own number format.
 
     Raises SnapshotError, with the model unchanged, unless names and shapes are exactly those of `export_weights`.
     """
-    try:
-        weights = load(snapshot)
-    except SafetensorError as error:
-        raise SnapshotError(f"snapshot of {len(snapshot)} bytes is not a complete safetensors message ({error})") from None
-    expected = untied_weights(model)
+    with torch.no_grad():
+        for weight, wanted in matched_weights(untied_weights(model), tensors_in(snapshot)):
+            weight.copy_(wanted)
+
+
+def matched_weights(expected: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Each of a model's own weights with what it is to be. Raises SnapshotError unless names and shapes are the same."""
     for name in sorted(weights.keys() ^ expected.keys()):
         fault = "lacks the weight" if name in expected else "has an unknown weight"
         raise SnapshotError(f"snapshot {fault} {name}: it is of another model")
@@ -94,9 +99,7 @@ def load_weights(model: nn.Module, snapshot: bytes) -> None:
         if weights[name].shape != weight.shape:
             shapes = f"{tuple(weights[name].shape)} instead of {tuple(weight.shape)}"
             raise SnapshotError(f"snapshot's weight {name} has the shape {shapes}: it is of another model")
-    with torch.no_grad():
-        for name, weight in expected.items():
-            weight.copy_(weights[name])
+    return [(weight, weights[name]) for name, weight in expected.items()]
 
 
 def untied_weights(model: nn.Module) -> dict[str, Tensor]:

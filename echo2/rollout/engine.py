@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 
+from echo2.dissemination.manifest import Content
 from echo2.protocol import GroupRollouts, Lease, Sampling
 
 
@@ -20,7 +21,7 @@ class Engine(ABC):
     """Version of the weights in use; None before the first load."""
 
     @abstractmethod
-    def load_weights(self, snapshot: bytes, version: int) -> None:
+    def load_weights(self, snapshot: Content, version: int) -> None:
         """Take the weights of `version` from safetensors bytes; the same names as the learner's. Raises SnapshotError."""
 
     @abstractmethod

@@ -5,14 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from echo2.config import Config
+from echo2.dissemination.manifest import Content
 from echo2.errors import ConfigError
 from echo2.rollout.engine import Engine
 
 
-def make_engine(config: Config, model_folder: Path | None) -> Engine:
+def make_engine(config: Config, model_folder: Path | None, base: Content | None = None) -> Engine:
     """The engine of `config.worker`; imports torch only for an engine that needs it.
 
-    Raises ConfigError if that engine needs a model and `model_folder` is None, or if it cannot be loaded.
+    `base` has the weights that snapshots bring adapters for; without it they bring all weights. Raises ConfigError if that
+    engine needs a model and `model_folder` is None, or if it cannot be loaded.
     """
     worker = config.worker
     if worker.engine == "simulated":
@@ -23,4 +25,7 @@ def make_engine(config: Config, model_folder: Path | None) -> Engine:
         raise ConfigError(f"worker.engine = {worker.engine!r} needs a model folder: name one, or set worker.engine=simulated")
     from echo2.rollout.transformers_engine import TransformersEngine
 
-    return TransformersEngine(model_folder, config.model.dtype, worker.device, worker.threads)
+    engine = TransformersEngine(model_folder, config.model.dtype, worker.device, worker.threads)
+    if base is not None:
+        engine.adapt(base, config.learner.lora.alpha / config.learner.lora.rank)
+    return engine

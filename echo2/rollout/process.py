@@ -7,7 +7,7 @@ import os
 import signal
 from functools import partial
 
-from echo2.config import Config, override
+from echo2.config import Config, override, worker_settings
 from echo2.errors import ConfigError
 from echo2.hub.client import HubClient
 from echo2.lifeline import end_with_parent
@@ -27,7 +27,7 @@ def work(hub_url: str, token: str, name: str, overrides: list[str], parent_pid: 
     foreign = [text for text in overrides if not text.startswith("worker.")]
     if foreign:
         raise ConfigError(f"{foreign[0]} is not a worker's own setting: only worker.KEY=VALUE can be changed here")
-    own = override(Config(), overrides).worker
+    own = worker_settings(overrides)
     client = HubClient(hub_url, token, request_timeout_s=own.request_timeout_s, patience_s=own.orphan_timeout_s)
     print(f"worker {name} joins hub {client.url}", flush=True)
     welcome = client.register(name)

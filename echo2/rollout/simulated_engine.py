@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from echo2.dissemination.manifest import Content
 from echo2.protocol import GroupRollouts, Lease, Rollout, Sampling
 from echo2.rollout.engine import Engine
 from echo2.rollout.randomness import member_generator
@@ -29,7 +30,7 @@ class SimulatedEngine(Engine):
         self._group_latency_s = group_latency_s
         self._log_variance = math.log1p(latency_cv * latency_cv)
 
-    def load_weights(self, snapshot: bytes, version: int) -> None:
+    def load_weights(self, snapshot: Content, version: int) -> None:
         """Takes note of the version; the bytes may be anything."""
         self.version = version
 

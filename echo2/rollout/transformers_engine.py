@@ -10,6 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from echo2.dissemination.manifest import Content
+from echo2.models.adapted import AdaptedModel
 from echo2.models.loading import Dtype, build_model, load_weights, resolve_device
 from echo2.protocol import FinishReason, GroupRollouts, Lease, Rollout, RolloutFailure, Sampling
 from echo2.rollout.engine import Engine
@@ -37,9 +40,14 @@ class TransformersEngine(Engine):
         config = self._model.config.get_text_config()
         self._max_positions: int = config.max_position_embeddings
         self._vocabulary_size: int = self._model.get_input_embeddings().num_embeddings
+        self._load: Callable[[Content], None] = partial(load_weights, self._model)
 
-    def load_weights(self, snapshot: bytes, version: int) -> None:
-        load_weights(self._model, snapshot)
+    def adapt(self, base: Content, scale: float) -> None:
+        """From now on snapshots hold adapters of `base`, which are scaled so; see `AdaptedModel`. Raises SnapshotError."""
+        self._load = AdaptedModel(self._model, base, scale).load
+
+    def load_weights(self, snapshot: Content, version: int) -> None:
+        self._load(snapshot)
         self.version = version
 
     def generate(self, leases: Sequence[Lease], sampling: Sampling, should_stop: Callable[[], bool]) -> Iterator[GroupRollouts]:

@@ -9,6 +9,7 @@ SIGTERM the finished members are handed in and the rest is returned within the n
 from __future__ import annotations
 
 import logging
+import math
 import tempfile
 import threading
 import time
@@ -20,10 +21,10 @@ from urllib.parse import urlsplit
 from echo2.config import Config
 from echo2.dissemination.broadcast.arrivals import Arrivals, BroadcastArrivals
 from echo2.dissemination.broadcast.peer import Peer
-from echo2.dissemination.manifest import Manifest
+from echo2.dissemination.manifest import Content, Manifest, signing_key
 from echo2.dissemination.object_store.arrivals import BackedSource, ObjectStoreArrivals
 from echo2.dissemination.object_store.bucket import Bucket
-from echo2.dissemination.receiver import ReceivedSnapshot, SnapshotFollower, SnapshotSource, SourceUnavailable
+from echo2.dissemination.receiver import ReceivedSnapshot, SnapshotFollower, SnapshotSource, SourceUnavailable, receive
 from echo2.errors import SnapshotError, UserError
 from echo2.hub.client import HubClient
 from echo2.protocol import GroupRollouts, Lease, Telemetry, WorkerWelcome
@@ -41,6 +42,10 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 class Orphaned(UserError):
     """The hub was out of reach for too long."""
+
+
+class _ToldToLeave(Exception):
+    pass
 
 
 class HubSource:
@@ -107,7 +112,12 @@ class Worker:
     def run(self) -> None:
         """Work until `stop`. Raises Orphaned when the hub stays away, UserError when the engine cannot be made."""
         self._pulse.start()
-        engine = self._make_engine()
+        try:
+            engine = self._make_engine()
+        except _ToldToLeave:
+            self._pulse.stop()
+            self._pulse.say_goodbye()
+            return
         self._follower.start()
         self._outbox.start()
         self._leases.start()
@@ -205,7 +215,7 @@ class Worker:
     def _open_store(self) -> ObjectStoreArrivals | None:
         """The run's object store. Raises UserError where it is to be used and cannot be."""
         asked_for = self._config.worker.snapshot_source == "object_store"
-        if not asked_for and not self._config.dissemination.object_store:
+        if not self._config.dissemination.object_store:
             return None
         try:
             return ObjectStoreArrivals(Bucket(self._config.dissemination), self._token)
@@ -219,7 +229,28 @@ class Worker:
         with tempfile.TemporaryDirectory(prefix="echo2-model-") as folder:
             if self._config.worker.engine != "simulated":
                 (Path(folder) / "config.json").write_bytes(self._client.model_file("config.json"))
-            return make_engine(self._config, Path(folder))
+            return make_engine(self._config, Path(folder), self._fetch_base())
+
+    def _fetch_base(self) -> Content | None:
+        """The weights that the run's adapters belong to; None where snapshots hold all weights."""
+        if self._config.worker.engine == "simulated" or not self._config.learner.lora.rank:
+            return None
+        manifest = self._client.base()
+
+        def fetch(first_chunk: int, count: int) -> Iterator[bytes]:
+            with _as_source_errors():
+                for piece in self._client.stream_base(manifest, first_chunk, count):
+                    if self._leaving.is_set():
+                        raise _ToldToLeave
+                    yield piece
+
+        def pause(seconds: float) -> None:
+            self._check_hub()
+            if self._leaving.wait(seconds):
+                raise _ToldToLeave
+
+        key = signing_key(self._token)
+        return receive(manifest, fetch, key, self._run_id, break_attempts=math.inf, pause=pause)
 
     def _leave(self, notice_s: float) -> None:
         deadline = time.monotonic() + notice_s

@@ -119,6 +119,17 @@ def test_the_links_are_taken_until_the_last_worker_has_the_version():
     assert (measured.transfer_s.value, measured.fixed_s.value) == pytest.approx((0.3, 0.2))
 
 
+def test_the_time_of_broadcasts_counts_where_there_were_some():
+    loads = [Load(version, 0.4, latency_s) for version in range(10) for latency_s in (0.5, 0.7)]
+    broadcasts_s = dict.fromkeys(range(4, 12), 0.25)
+    measured = calibrate(replace(a_run(), loads=loads, broadcasts_s=broadcasts_s))
+    assert (measured.transfer_s.value, measured.fixed_s.value) == pytest.approx((0.25, 0.35))
+    assert measured.transfer_s.count == measured.fixed_s.count == 6
+    assert "6 broadcasts)" in measured.terms(PLACE).provenance["D_tx"]
+    one = calibrate(replace(a_run(), loads=loads, broadcasts_s={4: 0.25}))
+    assert one.transfer_s.value == pytest.approx(0.4) and "10 versions)" in one.terms(PLACE).provenance["D_tx"]
+
+
 @pytest.mark.parametrize(
     ("lacking", "names"),
     [

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from echo2.capacity import admission, dials, model, provisioning
+from echo2.capacity import admission, dials, model, provisioning, transfer
 from echo2.capacity.model import (
     Links,
     Workload,
@@ -69,7 +69,7 @@ def recurrence_ends_s(workload: Workload, links: Links, groups_per_s: float, ste
     return ends
 
 
-@pytest.mark.parametrize("module", [admission, model, dials, provisioning])
+@pytest.mark.parametrize("module", [admission, model, dials, provisioning, transfer])
 def test_numbers_worked_by_hand_in_the_docstrings_hold(module: object) -> None:
     outcome = doctest.testmod(module)  # type: ignore[arg-type]
     assert outcome.attempted > 0

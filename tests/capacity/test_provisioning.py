@@ -129,7 +129,7 @@ def test_an_impossible_target_is_refused_by_name_and_value(target: float) -> Non
     with pytest.raises(UserError, match=rf"target_utilisation = {target!r} is not above 0 and at most 1"):
         provision(EXAMPLE, EXAMPLE_LINKS, target)
     with pytest.raises(UserError, match=rf"target_utilisation = {target!r} is not above 0 and at most 1"):
-        dials(EXAMPLE, EXAMPLE_LINKS, 10, Constant(1.0), target)
+        dials(Situation(EXAMPLE, EXAMPLE_LINKS, 10, Constant(1.0)), target)
 
 
 def turned(case: Situation, dial: Dial, value: float) -> Situation:
@@ -154,7 +154,7 @@ def test_at_its_limit_a_dial_does_what_it_says_and_a_little_further_it_does_not(
     draw, checked = random.Random(8), dict.fromkeys("SDLμB", 0)
     for _ in range(60):
         case = random_situation(draw)
-        for dial in dials(case.workload, case.links, case.slots, case.latency, 0.95):
+        for dial in dials(case, 0.95):
             if not dial.reaches_target or dial.limit is None or dial.at_limit is None:
                 continue
             assert dial.at_limit.utilisation >= 0.95 * (1 - 1e-5), dial
@@ -172,7 +172,7 @@ def test_a_dial_without_a_limit_changes_next_to_nothing_however_far_it_is_turned
     draw, checked = random.Random(9), 0
     for _ in range(40):
         case = random_situation(draw)
-        for dial in dials(case.workload, case.links, case.slots, case.latency, 0.95):
+        for dial in dials(case, 0.95):
             if dial.limit is None:
                 extremes = {
                     "S": (60,),

@@ -9,7 +9,7 @@ from echo2.capacity.slow_end import slow_end_latency_s
 from echo2.capacity.terms import ESTIMATE, GIVEN, call_slots, estimate_terms, what_if
 from echo2.config import Config, load_config, override
 
-STAR = ("dissemination.peers=false", "dissemination.uplink_bytes_per_s=1e6")
+STAR = ("dissemination.peers=false", "dissemination.uplink_bytes_per_s=1e6", "capacity.snapshot_bytes=100_000")
 MEASURED_IN = load_config([], ["batch.groups=32", "fleet.workers=2", *STAR])
 TERMS = estimate_terms(MEASURED_IN, 2)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from echo2.dissemination.broadcast.peer import Peer
 from echo2.dissemination.broadcast.source import Source
 from echo2.dissemination.manifest import Manifest, describe, sign, signing_key
+from echo2.dissemination.pacing import Pacer
 
 RUN_ID = "run-a"
 TOKEN = "secret"
@@ -43,9 +44,23 @@ def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
         time.sleep(0.005)
 
 
+def spoil(peer: Peer, change: Callable[..., None]) -> None:
+    """Let a worker forward something else: `change(honest, broadcast, chunk, body, targets)` is called in its place."""
+    relay = peer._exchange.relay
+    honest = relay.forward
+    relay.forward = lambda *arguments: change(honest, *arguments)
+
+
+def flip_a_bit(honest: Callable[..., None], broadcast: int, chunk: int, body: memoryview, targets: object) -> None:
+    wrong = bytearray(body)
+    wrong[len(wrong) // 2] ^= 1
+    honest(broadcast, chunk, memoryview(wrong), targets)
+
+
 @dataclass
 class Fleet:
     source: Source
+    pacer: Pacer | None = None
     peers: list[Peer] = field(default_factory=list)
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
 
@@ -70,11 +85,12 @@ class Fleet:
 
 
 @contextmanager
-def fleet(workers: int, **options: object) -> Iterator[Fleet]:
-    """A source and this many workers, w0 and on, all connected to each other."""
-    source = Source(RUN_ID, TOKEN, host="127.0.0.1", **options)
+def fleet(workers: int, uplink_bytes_per_s: float = 0.0) -> Iterator[Fleet]:
+    """A source, with a cap or without, and this many workers, w0 and on, all connected to each other."""
+    pacer = Pacer(uplink_bytes_per_s) if uplink_bytes_per_s else None
+    source = Source(RUN_ID, TOKEN, host="127.0.0.1", pacer=pacer)
     source.start()
-    started = Fleet(source)
+    started = Fleet(source, pacer)
     try:
         for number in range(workers):
             started.add(f"w{number}")

@@ -14,6 +14,7 @@ from echo2.dissemination.store import SnapshotStore
 from flows.dissemination import Export, Publisher
 
 RUN_ID, TOKEN = "run-a", "secret"
+CATALOG_KEY = "echo2/run-a/catalog.json"
 CHUNK_BYTES = 16 * 1024
 MB = 1_000_000
 
@@ -36,12 +37,17 @@ class Learner:
     def __init__(self, folder, chosen, retain=8):
         self.store = SnapshotStore(folder, RUN_ID, TOKEN)
         self.told = []
-        mirror = Mirror(Bucket(chosen), RUN_ID, TOKEN, retain, self.told.append)
-        self._publisher = Publisher(self.store, chosen, mirror)
+        self.mirror = Mirror(Bucket(chosen), RUN_ID, TOKEN, retain, chosen.object_store_anchor_interval, self.told.append)
+        self._publisher = Publisher(self.store, chosen, self.mirror)
 
-    def publish(self, version, weights=None):
+    def publish(self, version, weights=None, wait_s=20):
+        """Its manifest in full, once the bucket has all that is to come of it, or after `wait_s`."""
         self._publisher.publish(Export(version, lambda: weights or weights_of(version)))
+        self.mirror.wait(wait_s)
         return self.store.manifest(version)
+
+    def finish(self, run_ended):
+        self._publisher.finish(run_ended, 20)
 
 
 class Hub:
@@ -84,6 +90,11 @@ def keys(s3):
 
 def full_key(manifest):
     return f"echo2/{object_key(manifest)}"
+
+
+def all_keys(*manifests):
+    """What lies in the bucket for these payloads."""
+    return sorted({CATALOG_KEY, *(f"{full_key(manifest)}{end}" for manifest in manifests for end in ("", ".json"))})
 
 
 def never():

@@ -160,8 +160,3 @@ def test_without_boto3_the_user_is_told_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "boto3", None)
     with pytest.raises(UserError, match=r"needs boto3, which is not installed here: pip install 'echo2\[store\]'"):
         Bucket(settings(""))
-
-
-def test_a_worker_that_is_to_read_from_a_store_that_the_run_does_not_have_is_told():
-    with pytest.raises(UserError, match=r"set dissemination\.object_store=s3://BUCKET/PREFIX"):
-        Bucket(settings("", object_store=""))

@@ -117,6 +117,17 @@ def test_a_provider_that_sends_nothing_is_passed_over_for_a_while():
     assert catch_up.asks([1, 2], False, 10.2 + PATIENCE_S) == {2: [0]}
 
 
+def test_a_worker_that_was_passed_over_is_asked_nothing_for_a_while():
+    catch_up = CatchUp()
+    catch_up.want(0b1)
+    assert catch_up.asks([1], False, 10.0) == {1: [0]}
+    catch_up.pass_over(1, 10.1)
+    assert catch_up.asks([1], False, 10.2) == {}
+    assert catch_up.asks([1, 2], False, 10.3) == {2: [0]}
+    catch_up.gone(2)
+    assert catch_up.asks([1], False, 10.2 + 2 * PATIENCE_S) == {1: [0]}
+
+
 def test_what_somebody_was_asked_who_is_gone_is_asked_of_others():
     catch_up = CatchUp()
     catch_up.want(0b11)

@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -302,6 +303,40 @@ def test_a_delta_that_makes_other_weights_is_given_up_for_the_whole(
     assert take_next(follower).weights == weights_of(1)
     assert follower.rejected == 1
     assert [manifest.is_delta for manifest in dict.fromkeys(source.fetched)] == [False, True, False]
+
+
+def test_a_delta_out_of_order_is_refused_before_it_is_fetched_and_the_whole_taken(
+    store: SnapshotStore, source: StoreSource, follower: SnapshotFollower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a defect of the hub: of a chain it names the last delta only."""
+    former = store.publish(0, weights_of(0), CHUNK_BYTES)
+    take_next(follower)
+    honest = store.route
+    monkeypatch.setattr(store, "route", lambda held_id: () if held_id else honest(None))
+    for version in (1, 2):
+        former = store.publish(version, weights_of(version), CHUNK_BYTES, former)
+    monkeypatch.setattr(store, "route", lambda held_id: honest(held_id)[-1:])
+    assert take_next(follower).weights == weights_of(2)
+    assert follower.rejected == 1
+    assert [(manifest.version, manifest.is_delta) for manifest in dict.fromkeys(source.fetched)] == [(0, False), (2, False)]
+
+
+def test_a_delta_takes_the_memory_of_its_result_and_little_more(
+    store: SnapshotStore, source: StoreSource, follower: SnapshotFollower
+) -> None:
+    size = 16_000_000
+    former = store.publish(0, weights_of(0, size), 1_000_000)
+    take_next(follower)
+    source.trouble = SourceUnavailable("away")
+    weights = weights_of(1, size)
+    store.publish(1, weights, 1_000_000, former)
+    tracemalloc.start()
+    source.trouble = None
+    received = take_next(follower)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert received.weights == weights
+    assert peak_bytes < 1.3 * len(weights)
 
 
 def test_a_version_that_was_published_anew_is_no_base_for_its_former_deltas(store: SnapshotStore) -> None:

@@ -1,5 +1,6 @@
 """Snapshots of a run by way of the workers: real hub and worker processes."""
 
+import signal
 import time
 
 import numpy as np
@@ -88,6 +89,53 @@ def test_a_worker_that_comes_late_gets_the_whole_and_then_deltas(learner, start_
     learner.loaded_by(2, 2)
     learner.publish(3)
     learner.loaded_by(3, 2)
+
+
+def asleep(learner, start_worker, name):
+    """Two workers that have version 0, of which this one then sleeps; gives its process."""
+    start_worker(learner.client, learner.run.token, "a", "worker.simulated_group_latency_s=0.05")
+    sleeper = start_worker(learner.client, learner.run.token, name, "worker.simulated_group_latency_s=0.05")
+    learner.publish(0)
+    learner.loaded_by(0, 2)
+    sleeper.send_signal(signal.SIGSTOP)
+    return sleeper
+
+
+def test_a_worker_that_slept_takes_the_deltas_that_it_missed(learner, start_worker):
+    sleeper = asleep(learner, start_worker, "sleeper")
+    for version in range(1, 4):
+        learner.publish(version)
+    sleeper.send_signal(signal.SIGCONT)
+    learner.loaded_by(3, 2)
+
+
+def test_a_worker_whose_version_is_no_longer_kept_takes_the_whole(make_run, serve, start_worker):
+    run = make_run("staleness.bound=0", "dissemination.retain_snapshots=1", "dissemination.chunk_bytes=16384")
+    learner = Learner(run, serve(run)[1])
+    sleeper = asleep(learner, start_worker, "sleeper")
+    for version in range(1, 4):
+        learner.publish(version)
+    assert learner.store.versions() == [3]
+    sleeper.send_signal(signal.SIGCONT)
+    learner.loaded_by(3, 2)
+
+
+def test_a_worker_that_joins_after_a_restart_of_the_hub_gets_the_newest(make_run, serve, start_worker, tmp_path):
+    run = make_run("batch.groups=2", "batch.members=2", "dissemination.chunk_bytes=16384", "hub.heartbeat_timeout_s=6")
+    process, client = serve(run)
+    learner = Learner(run, client)
+    start_worker(client, run.token, "a", "worker.simulated_group_latency_s=0.05")
+    for version in range(3):
+        learner.publish(version)
+        learner.loaded_by(version, 1)
+    process.stop()
+    process.start()
+    process.wait_ready()
+    start_worker(client, run.token, "late", "worker.simulated_group_latency_s=0.05")
+    learner.loaded_by(2, 2)
+    learner.publish(3)
+    learner.loaded_by(3, 2)
+    assert not any(FETCHED in log for log in logs(tmp_path, ["a", "late"]).values())
 
 
 def test_a_killed_worker_does_not_keep_a_version_from_the_others(learner, start_worker):

@@ -47,11 +47,6 @@ def scores(*rewards):
 
 
 @pytest.fixture
-def clock():
-    return Clock()
-
-
-@pytest.fixture
 def ledger(tmp_path, clock):
     database = Database(tmp_path / "ledger.db", "run-1")
     made = Ledger(database, RULES, clock)

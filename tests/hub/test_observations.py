@@ -28,6 +28,7 @@ class KnownRun:
     def __init__(self, run):
         self.now_s = 1000.0
         self.run = run
+        self.metrics = lambda step: {}
         self.database = Database(run.ledger, run.run_id)
         self.ledger = Ledger(self.database, rules_of(run.config), lambda: self.now_s)
         self.roster = Roster(self.database, lambda: self.now_s)
@@ -67,7 +68,8 @@ class KnownRun:
             for worker_id in workers:
                 self.generate(worker_id, version)
         self.now_s += STEP_S
-        self.ledger.batches.commit(version, {"learner/step_s": STEP_S, "learner/wait_s": 0.5}, version)
+        metrics = {"learner/step_s": STEP_S, "learner/wait_s": 0.5} | self.metrics(version)
+        self.ledger.batches.commit(version, metrics, version)
         self.ledger.announce(version + 1)
         self.now_s += TRANSFER_S + FIXED_S
         for worker_id in workers:
@@ -166,6 +168,29 @@ def test_a_plan_from_a_run_uses_its_terms_its_configuration_and_overrides(known)
     assert "S = 6" in more and "12 × 5 groups/s per worker" in more and "60 groups/s" in more
     other = echo2("plan", "--from-run", path, "configs/demo.toml").stdout
     assert "Plan of run demo: 100 steps of B = 32 groups" in other and "2 × 5 groups/s per worker" in other
+
+
+def test_a_run_that_broadcast_has_the_time_of_its_broadcasts_and_the_links_that_it_saw(known):
+    """Each step tells of the version before its own; 100 MB went from 50 MB/s to two workers of 25 MB/s: T* = 2 s."""
+    seen = {"full_bytes": 1e9, "delta_bytes": 1e8, "last_s": 0.2, "source_uplink_bytes_per_s": 50e6}
+    seen["worker_uplink_bytes_per_s"] = 25e6
+
+    def metrics(step):
+        return {f"dissemination/{name}": value for name, value in (seen | {"version": float(step)}).items()} if step else {}
+
+    known.metrics = metrics
+    for _ in range(20):
+        known.step(known.workers)
+    measured = calibrate(observe_run(known.run))
+    assert measured.transfer_s.value == pytest.approx(0.2) and measured.transfer_s.count == 19
+    assert measured.fixed_s.value == pytest.approx(TRANSFER_S + FIXED_S - 0.2, abs=1e-3)
+    told = echo2("plan", "--from-run", known.run.path).stdout
+    assert "(95 %, 19 broadcasts)" in told
+    (row,) = [line.split() for line in told.splitlines() if line.startswith("in full, 1 GB")]
+    assert row[4:8] == ["2", "s", "2.3", "s"]
+    wider = echo2("plan", "--from-run", known.run.path, "fleet.workers=4").stdout
+    (row,) = [line for line in wider.splitlines() if line.startswith("D_tx")]
+    assert "0.2667 s" in row and "in proportion to 1.1 · T* of a broadcast of 100 MB to 4 workers: sum of uplinks binds" in row
 
 
 def test_a_plan_from_a_run_chooses_machines_by_what_rented_ones_showed(known):

@@ -1,25 +1,10 @@
 """What the ledger says of paid intervals: whose worker it was, how it ended, what it showed."""
 
 import pytest
-from test_ledger import Clock
 
 from echo2.capacity.offers import Rental
-from echo2.hub.database import Database
 from echo2.hub.rentals import read_rentals
-from echo2.hub.roster import Roster
 from echo2.protocol import Telemetry
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
-@pytest.fixture
-def roster(tmp_path, clock):
-    database = Database(tmp_path / "ledger.db", "run-1")
-    yield Roster(database, clock)
-    database.close()
 
 
 def live(roster, clock, name, offer, start_up_s, up_s):

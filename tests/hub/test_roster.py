@@ -1,24 +1,9 @@
 """Who is alive by the hub's clock alone, and what each worker costs."""
 
 import pytest
-from test_ledger import Clock
 
 from echo2.errors import UserError
-from echo2.hub.database import Database
-from echo2.hub.roster import Roster
 from echo2.protocol import Telemetry
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
-@pytest.fixture
-def roster(tmp_path, clock):
-    database = Database(tmp_path / "ledger.db", "run-1")
-    yield Roster(database, clock)
-    database.close()
 
 
 def test_a_worker_is_lost_after_silence_and_not_before(roster, clock):

@@ -11,7 +11,7 @@ from transformers import CohereConfig, CohereForCausalLM
 
 from echo2.errors import ConfigError
 from echo2.learning import fused
-from echo2.learning.batch import micro_batches
+from echo2.learning.batch import rank_share
 from echo2.learning.log_probs import check_head, completion_log_probs
 from echo2.protocol import Batch
 
@@ -40,7 +40,7 @@ def one_batch(*sequences):
     groups = [
         group(i, prompt, [(rollout(0, tokens, [-1.0] * len(tokens)), 1.0)]) for i, (prompt, tokens) in enumerate(sequences)
     ]
-    (part,) = micro_batches(Batch(0, tuple(groups)), 10_000, CPU)
+    (part,) = rank_share(Batch(0, tuple(groups)), 10_000, CPU).parts
     return part
 
 
@@ -66,7 +66,7 @@ def test_a_bigram_model_predicts_each_token_from_the_one_before():
 def test_a_ragged_batch_agrees_with_each_sequence_alone(make_learner, temperature):
     model = make_learner().model
     batch = random_batch(model, 0, seed=1, temperature=temperature)
-    (part,) = micro_batches(batch, 10_000, CPU)
+    (part,) = rank_share(batch, 10_000, CPU).parts
     found, _ = completion_log_probs(model, part, temperature)
     assert len(found) == sum(len(m.rollout.token_ids) for g in batch.groups for m in g.members)
     assert found.detach().numpy() == pytest.approx(part.behaviour_log_probs.numpy(), abs=1e-5)
@@ -102,12 +102,12 @@ def test_tiles_change_neither_values_nor_gradients(make_learner, monkeypatch, ti
 def test_micro_batches_keep_to_the_limit_and_hold_every_token_once(make_learner):
     batch = random_batch(make_learner().model, 0, seed=2, groups=6)
     for limit in (1, 40, 100, 10_000):
-        parts = micro_batches(batch, limit, CPU)
+        parts = rank_share(batch, limit, CPU).parts
         assert all(part.token_ids.numel() <= limit or len(part.token_ids) == 1 for part in parts)
         rollouts = [member.rollout for g in batch.groups for member in g.members]
         tokens = np.sort(np.concatenate([part.targets.numpy() for part in parts]))
         assert tokens.tolist() == np.sort(np.concatenate([r.token_ids for r in rollouts])).tolist()
-    assert len(micro_batches(batch, 1, CPU)) == 24
+    assert len(rank_share(batch, 1, CPU).parts) == 24
 
 
 def test_an_empty_prompt_is_refused():

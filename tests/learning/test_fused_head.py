@@ -46,6 +46,15 @@ def test_values_and_gradients_are_those_of_the_plain_formula(tiles, temperature,
     assert all(torch.allclose(one, other, rtol=0.0, atol=1e-12) for one, other in zip(found, wanted, strict=True))
 
 
+def test_a_frozen_head_changes_nothing_for_the_hidden_states(tiles):
+    hidden, head, targets = inputs(11, 6, 23)
+    wanted, _ = weighted_gradients(head_log_probs, hidden, head, targets, 0.7, True)
+    log_probs, entropies = head_log_probs(hidden, head.detach(), targets, 0.7)
+    weights = torch.linspace(-1.0, 1.0, len(targets), dtype=log_probs.dtype)
+    (found,) = torch.autograd.grad((log_probs * weights).sum() + (entropies * weights.flip(0)).sum(), (hidden,))
+    assert torch.equal(found, wanted)
+
+
 def test_gradients_are_those_of_finite_differences(tiles):
     hidden, head, targets = inputs(4, 3, 9)
     assert torch.autograd.gradcheck(lambda h, w: head_log_probs(h, w, targets, 0.7), (hidden, head))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from learning_batches import group, rollout
 
 from echo2.learning.advantages import group_advantages
-from echo2.learning.batch import micro_batches
+from echo2.learning.batch import rank_share
 from echo2.protocol import Batch
 
 rewards = st.lists(st.floats(-10, 10), min_size=2, max_size=8)
@@ -57,7 +57,7 @@ def test_advantages_sum_to_zero_and_ignore_a_common_shift(values, shift):
 
 def advantages_by_token(groups):
     """{token id: advantage} of one-token rollouts with distinct tokens."""
-    parts = micro_batches(Batch(0, tuple(groups)), 10_000, torch.device("cpu"))
+    parts = rank_share(Batch(0, tuple(groups)), 10_000, torch.device("cpu")).parts
     return {int(token): float(value) for part in parts for token, value in zip(part.targets, part.advantages, strict=True)}
 
 

@@ -122,6 +122,32 @@ def test_a_gradient_that_is_not_finite_leaves_the_learner_as_it_was(make_learner
     assert learner.version == 1
 
 
+def test_a_step_that_is_not_finite_is_skipped_where_that_is_allowed(make_learner, caplog):
+    learner = make_learner("learner.max_skipped_steps=1")
+    weights = state(learner)[0]
+    metrics = learner.train_step(poisoned(random_batch(learner.model, 0, seed=5), log_prob=math.nan))
+    assert (state(learner)[0], learner.version) == (weights, 1)
+    assert learner.optimizer.state_dict()["state"] == {}
+    assert metrics["learner/skipped"] == 1.0 and "loss" not in metrics
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert "step 0: loss nan" in caplog.text
+    assert learner.train_step(random_batch(learner.model, 1, seed=6))["learner/skipped"] == 0.0
+    assert state(learner)[0] != weights
+
+
+def test_too_many_skipped_steps_in_a_row_end_the_run(make_learner):
+    learner = make_learner("learner.max_skipped_steps=2")
+    bad = [poisoned(random_batch(learner.model, step, seed=step), log_prob=math.nan) for step in range(6)]
+    learner.train_step(bad[0])
+    learner.train_step(random_batch(learner.model, 1, seed=1))
+    learner.train_step(bad[2])
+    learner.train_step(bad[3])
+    before = state(learner)
+    with pytest.raises(LearnerError, match="step 4: loss nan"):
+        learner.train_step(bad[4])
+    assert state(learner)[:2] == before[:2]
+
+
 def test_a_reward_that_is_not_finite_leaves_the_learner_as_it_was(make_learner):
     learner = make_learner()
     before = state(learner)

@@ -72,8 +72,8 @@ def test_the_reference_is_the_first_policy_and_stays_so(make_learner):
     first, second = (learner.train_step(random_batch(learner.model, step, seed=4)) for step in range(2))
     assert first["kl_loss"] == pytest.approx(0.0, abs=1e-9)
     assert second["kl_loss"] > 1e-6
-    assert not any(weight.requires_grad for weight in learner._reference.parameters())
-    kept = learner._reference.state_dict()
+    assert not any(weight.requires_grad for weight in learner._reference.model.parameters())
+    kept = learner._reference.model.state_dict()
     assert all(torch.equal(kept[name], weight) for name, weight in before.items())
 
 

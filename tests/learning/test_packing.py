@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from echo2.learning import packing, torch_learner
-from echo2.learning.batch import micro_batches
+from echo2.learning.batch import rank_share
 from echo2.learning.log_probs import completion_log_probs
 from echo2.learning.packing import enable_packing, layout, packed_hidden
 
@@ -72,9 +72,9 @@ def values_and_gradients(model, parts):
 def test_packed_is_padded(name, limit):
     model = make_model(PACKABLE[name])
     batch = random_batch(model, 0, seed=11)
-    padded, wanted = values_and_gradients(model, micro_batches(batch, 10_000, CPU))
+    padded, wanted = values_and_gradients(model, rank_share(batch, 10_000, CPU).parts)
     assert enable_packing(model) is None
-    parts = micro_batches(batch, limit, CPU, packed=True)
+    parts = rank_share(batch, limit, CPU, packed=True).parts
     assert (len(parts) > 1) == (limit == 30)
     packed, found = values_and_gradients(model, parts)
     assert torch.allclose(packed, padded, rtol=0.0, atol=1e-5)
@@ -145,7 +145,7 @@ def test_packed_micro_batches_keep_to_the_limit_without_padding(make_learner):
     batch = random_batch(make_learner().model, 0, seed=2, groups=6)
     lengths = [len(g.prompt_token_ids) + len(m.rollout.token_ids) - 1 for g in batch.groups for m in g.members]
     for limit in (1, 40, 100, 10_000):
-        parts = micro_batches(batch, limit, CPU, packed=True)
+        parts = rank_share(batch, limit, CPU, packed=True).parts
         assert sum(part.token_ids.numel() for part in parts) == sum(lengths)
         assert all(part.token_ids.numel() <= limit or len(part.lengths) == 1 for part in parts)
     assert len(parts) == 1

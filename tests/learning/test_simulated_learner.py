@@ -6,10 +6,11 @@ import time
 
 import numpy as np
 import pytest
+from checkpointing import restored, saved
 from safetensors.numpy import load
 
 from echo2.config import load_config
-from echo2.learning.checkpoint import CheckpointError, restore, save_checkpoint
+from echo2.learning.checkpoint import CheckpointError
 from echo2.learning.learner import LearnerError
 from echo2.learning.learners import make_learner
 from echo2.learning.simulated_learner import SimulatedLearner
@@ -64,30 +65,29 @@ def test_a_snapshot_has_its_size_is_finite_and_depends_on_the_version_alone():
 def test_a_rehearsal_goes_on_from_its_checkpoint(tmp_path):
     learner = SimulatedLearner(0.001, 1000)
     learner.train_step(batch(0, 0))
-    checkpoint = save_checkpoint(learner, tmp_path, "run-1", keep=2)
-    again = SimulatedLearner(0.001, 1000)
-    restore(again, checkpoint)
+    saved(learner, tmp_path)
+    again = restored(SimulatedLearner(0.001, 1000), tmp_path)
     assert again.version == 1
     assert again.export() == learner.export()
 
 
 def test_a_rehearsal_refuses_a_checkpoint_of_trained_weights(make_learner, tmp_path):
-    checkpoint = save_checkpoint(make_learner(), tmp_path, "run-1", keep=2)
+    saved(make_learner(), tmp_path)
     with pytest.raises(CheckpointError, match=r"learner\.engine=torch"):
-        restore(SimulatedLearner(0.001, 1000), checkpoint)
+        restored(SimulatedLearner(0.001, 1000), tmp_path)
 
 
 def test_a_learner_with_weights_refuses_a_rehearsals_checkpoint(make_learner, tmp_path):
-    checkpoint = save_checkpoint(SimulatedLearner(0.001, 1000), tmp_path, "run-1", keep=2)
+    saved(SimulatedLearner(0.001, 1000), tmp_path)
     with pytest.raises(CheckpointError, match="version-00000000 cannot be restored"):
-        restore(make_learner(), checkpoint)
+        restored(make_learner(), tmp_path)
 
 
 def test_the_configured_learner_is_made(random_model_folder, tmp_path):
     settings = (*REHEARSAL, "learner.simulated_step_s=0.001", "learner.simulated_snapshot_bytes=4000")
-    learner = make_learner(load_config([], settings), tmp_path)
+    learner = make_learner(load_config([], settings), tmp_path, tmp_path)
     assert 4000 <= len(learner.export()) < 4200
-    trained = make_learner(load_config([], ["learner.device=cpu"]), random_model_folder)
+    trained = make_learner(load_config([], ["learner.device=cpu"]), random_model_folder, tmp_path)
     assert len(trained.export()) > 1_000_000
 
 
@@ -95,6 +95,6 @@ def test_a_rehearsing_learner_and_its_flow_need_no_torch():
     program = (
         "import sys; from pathlib import Path; from echo2.config import load_config; import flows.train; "
         "from echo2.learning.learners import make_learner; "
-        f"make_learner(load_config([], {REHEARSAL!r}), Path('.')).export(); sys.exit('torch' in sys.modules)"
+        f"make_learner(load_config([], {REHEARSAL!r}), Path('.'), Path('.')).export(); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

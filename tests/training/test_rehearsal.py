@@ -96,3 +96,15 @@ def test_a_rehearsal_trains_all_steps_over_two_segments_and_a_killed_worker(trai
     assert [path.name for path in sorted((command.run / "checkpoints").iterdir())] == ["version-00000014", "version-00000016"]
     assert not (tmp_path / "cache").exists(), "no model was made"
     check_trackers(command.run)
+
+
+def test_a_ledger_older_than_the_checkpoint_is_refused(train):
+    first = train(*REHEARSAL, "run.steps=2")
+    assert first.wait() == 0, first.said
+    file = first.run / "checkpoints" / "version-00000002" / "state.json"
+    state = json.loads(file.read_text())
+    assert state["cursor"] == rows(first.run, "SELECT COUNT(*) FROM groups")[0][0] >= 8
+    file.write_text(json.dumps(state | {"cursor": 1000}))
+    again = train(*REHEARSAL, "run.steps=4", "--resume")
+    assert again.wait(60) == 2
+    assert "written when it had 1000: restore the ledger.db" in again.said.splitlines()[-1]

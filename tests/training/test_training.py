@@ -114,9 +114,9 @@ def test_prefect_shows_the_steps_the_stages_and_the_artifacts(synchronous_run, p
         missing = wanted - {task_run["name"] for task_run in prefect_server.find("task_runs")}
         time.sleep(0.5)
     assert missing == set()
-    artifacts = {
-        artifact["key"]: artifact for artifact in prefect_server.find("artifacts") if artifact["key"].startswith(run_id)
-    }
+    # Prefect keeps artifacts of its own without a key beside those of the run.
+    found = [artifact for artifact in prefect_server.find("artifacts") if artifact["key"]]
+    artifacts = {artifact["key"]: artifact for artifact in found if artifact["key"].startswith(run_id)}
     assert set(artifacts) == {f"{run_id}-{kind}" for kind in ("progress", "steps", "report")}
     assert artifacts[f"{run_id}-progress"]["data"] == 100.0
     assert all(artifact["flow_run_id"] for artifact in artifacts.values())
@@ -133,6 +133,27 @@ def test_a_learner_killed_midway_resumes_to_the_same_losses(synchronous_run, tra
     states = rows(again.run, "SELECT group_id, state FROM groups ORDER BY group_id")
     assert [group_id for group_id, _ in states] == list(range(len(states))), "no prompt is skipped, none comes twice"
     assert {state for _, state in states} <= {"trained", "filtered"}
+
+
+def test_two_ranks_train_to_the_losses_of_one(synchronous_run, train):
+    command = train(*SYNCHRONOUS, "learner.devices=2")
+    assert command.wait() == 0, command.said
+    assert command.survivors() == []
+    assert losses(command.run) == pytest.approx(losses(synchronous_run), abs=1e-5)
+
+
+def test_a_rank_that_dies_ends_the_run_with_its_name_and_one_device_goes_on(train):
+    command = train("run.steps=500", "learner.devices=2")
+    command.wait_until(lambda: steps_done(command) >= 3)
+    command.children("echo2.learning.follower")[0].kill()
+    assert command.wait(60) == 2, command.said
+    assert command.said.splitlines()[-1].startswith("echo2: rank 1 of the learner's 2 ended")
+    assert "Traceback" not in command.said
+    assert command.survivors() == []
+    done = steps_done(command)
+    again = train(f"run.steps={done + 2}", "learner.devices=1", "--resume")
+    assert again.wait() == 0, again.said
+    assert steps_done(again) == done + 2
 
 
 def test_workers_and_hub_killed_midway_cost_no_group(train):

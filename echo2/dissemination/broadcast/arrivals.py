@@ -1,7 +1,8 @@
 """What the broadcast brings to a worker, for a follower that knows what it wants.
 
 Invariants: a payload is handed over only under the manifest that was asked for; nobody waits for a broadcast that makes no
-progress; that a worker does without the broadcast is logged once, and once more when it is back.
+progress, nor for what it will not bring; that a worker does without the broadcast is logged once, and once more when it is
+back.
 """
 
 from __future__ import annotations
@@ -11,24 +12,28 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from echo2.dissemination.broadcast.exchange import Delivery
+from echo2.dissemination.broadcast.exchange import Outlook
 from echo2.dissemination.broadcast.peer import Peer
-from echo2.dissemination.manifest import Manifest
+from echo2.dissemination.manifest import Content, Manifest
 from echo2.errors import WaitTimeout
 
 log = logging.getLogger(__name__)
-LOOK_S = 0.2
-CONNECT_S = 2.0
-"""How long a source may be away before its broadcast is not waited for."""
+LOOK_S = 0.05
+CONNECT_S = 3.0
+"""How long a source may be away, or look whether this worker can be reached, before its broadcast is not waited for."""
+ANNOUNCE_S = 1.0
+"""How long a payload may be without announcement while nothing else arrives, before it is not waited for."""
 STALL_S = 3.0
-"""How long nothing may arrive before the rest is not waited for."""
+"""How long nothing may arrive of a payload that was announced, before the rest is not waited for."""
+AGAIN_S = 0.2
+"""How long an announcement is waited for when the one before did not come."""
 
 
 class Arrivals(Protocol):
     """Where payloads come from by themselves."""
 
-    def payload(self, manifest: Manifest, stopping: Callable[[], bool]) -> bytes | None:
-        """The payload of `manifest` as the broadcast brought it; None if it does not bring it."""
+    def payload(self, manifest: Manifest, stopping: Callable[[], bool]) -> Content | None:
+        """The payload of `manifest`, which stays as it is; None if it does not come."""
 
     def close(self) -> None:
         """Take part no longer."""
@@ -39,24 +44,25 @@ class BroadcastArrivals:
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
-        self._newest: Delivery | None = None
         self._missed = False
         peer.start()
 
-    def payload(self, manifest: Manifest, stopping: Callable[[], bool]) -> bytes | None:
-        began_s = progressed_s = time.monotonic()
-        arrived_bytes = self._peer.received_bytes
+    def payload(self, manifest: Manifest, stopping: Callable[[], bool]) -> Content | None:
+        progressed_s, arrived_bytes = time.monotonic(), self._peer.received_bytes
+        connected = self._peer.connected
         while not stopping():
-            if self._newest is not None and self._newest.manifest.payload_digest == manifest.payload_digest:
+            delivery = self._peer.delivered(manifest)
+            if delivery is not None:
                 self._tell(missed=False)
-                return bytes(self._newest.payload)
-            if self._newest is not None and self._newest.manifest.version >= manifest.version:
+                return delivery.payload
+            outlook = self._peer.outlook(manifest)
+            if outlook is Outlook.OVERTAKEN:
                 return None
-            now_s = time.monotonic()
             if self._peer.received_bytes > arrived_bytes:
-                arrived_bytes, progressed_s = self._peer.received_bytes, now_s
-            away = not self._peer.connected and now_s - began_s > CONNECT_S
-            if away or now_s - progressed_s > STALL_S:
+                progressed_s, arrived_bytes = time.monotonic(), self._peer.received_bytes
+            if self._peer.connected and not connected:
+                progressed_s, connected = time.monotonic(), True
+            if time.monotonic() - progressed_s > self._patience_s(outlook):
                 self._tell(missed=True, version=manifest.version)
                 return None
             self._wait()
@@ -65,9 +71,17 @@ class BroadcastArrivals:
     def close(self) -> None:
         self._peer.stop()
 
+    def _patience_s(self, outlook: Outlook) -> float:
+        """How long nothing may arrive."""
+        if outlook is Outlook.COMING:
+            return STALL_S
+        if self._peer.connected:
+            return AGAIN_S if self._missed else ANNOUNCE_S
+        return 0.0 if self._missed else CONNECT_S
+
     def _wait(self) -> None:
         try:
-            self._newest = self._peer.wait(LOOK_S)
+            self._peer.wait(LOOK_S)
         except WaitTimeout:
             return
 

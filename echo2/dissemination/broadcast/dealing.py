@@ -12,16 +12,19 @@ import time
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 
 from echo2.dissemination.broadcast.cipher import ChunkCipher
 from echo2.dissemination.broadcast.link import Link
 from echo2.dissemination.broadcast.peer import Member
 from echo2.dissemination.broadcast.plan import HORIZON_S, Deal, Dealer, Origin, Receiver, fluid_bound_s
-from echo2.dissemination.broadcast.reception import bits_of, chunks_of
+from echo2.dissemination.broadcast.progress import Progress
+from echo2.dissemination.broadcast.reception import SOURCE, bits_of, chunks_of
 from echo2.dissemination.broadcast.record import Arrival, BroadcastEvent, BroadcastRecord
 from echo2.dissemination.broadcast.relay import laggards
-from echo2.dissemination.broadcast.wire import Frame, Kind, pack_bits, unpack_bits
+from echo2.dissemination.broadcast.wire import Frame, Kind, pack_bits, pack_numbers, unpack_bits, unpack_numbers
 from echo2.dissemination.manifest import Manifest
 
 STALL_S = 1.5
@@ -63,17 +66,6 @@ class Uplink:
     """Whether that is a cap or was seen; else it is a first guess."""
 
 
-@dataclass(slots=True)
-class _Progress:
-    have: int = 0
-    told: int = 0
-    """Chunks that this worker was told to ask for."""
-    heard_s: dict[int, float] = field(default_factory=dict)
-    """When a chunk of each owner last arrived here."""
-    quiet_since_s: float = 0.0
-    """When it last returned a credit, or got a backlog."""
-
-
 class Dealing:
     """One broadcast under way; lives in the thread of the links."""
 
@@ -99,10 +91,11 @@ class Dealing:
         self._dealer = Dealer(
             manifest.chunk_count, manifest.chunk_bytes, len(workers), uplink.bytes_per_s, LATENCY_S, HORIZON_S + LATENCY_S
         )
-        self._progress: dict[int, _Progress] = {}
+        self._progress: dict[int, Progress] = {}
         self._dealt_s: list[float] = []
         self._owned: dict[int, int] = {}
         self._credited = 0
+        self._ahead = 0
         self._all = (1 << manifest.chunk_count) - 1
         self._stalled: set[int] = set()
         self._asked: dict[int, set[int]] = {}
@@ -110,7 +103,7 @@ class Dealing:
         self._started_unix_s, self._started_s = time.time(), time.monotonic()
         self._arrivals: dict[int, Arrival] = {}
         for worker in workers.values():
-            self.joined(worker)
+            self._join(worker, known=True)
 
     @property
     def all_dealt(self) -> bool:
@@ -127,18 +120,24 @@ class Dealing:
         return sorted(worker.member.name for number, worker in self._workers.items() if number not in self._arrivals)
 
     def joined(self, worker: Worker) -> None:
-        """Tell a worker of this broadcast; what was dealt before is for it to ask for."""
+        """Tell a worker of this broadcast; what was dealt before is for it to ask for.
+
+        It may have some of it, from another source or before a break, so it is sent nothing before it has told.
+        """
+        self._join(worker, known=False)
+
+    def _join(self, worker: Worker, known: bool) -> None:
         number = worker.member.number
-        self._progress[number] = _Progress()
+        self._progress[number] = Progress(known=known)
         self._dealer.receivers = len(self._workers)
         worker.link.send(Kind.ANNOUNCE, self.number, body=self._announcement)
         dealt = (1 << self._dealer.dealt) - 1
-        under_way = dealt & ~self._credited & sum(self._owned.values())
+        under_way = dealt & ~self._credited & reduce(or_, self._owned.values(), 0)
         self._miss(number, dealt & ~under_way)
         self._call_later(SETTLE_S, lambda: self._miss(number, under_way))
         if worker.member.reachable and not worker.distrusted and len(self._workers) > 1:
-            known = worker.uplink_bytes_per_s
-            self._dealer.add_owner(number, self._forwarded_bytes / known if known else None)
+            rate = worker.uplink_bytes_per_s
+            self._dealer.add_owner(number, self._forwarded_bytes / rate if rate else None)
 
     def left(self, worker: Worker) -> None:
         """Deal with what a worker owned that is gone; the others ask for what they did not get of it."""
@@ -158,6 +157,7 @@ class Dealing:
         self._pumping = True
         try:
             for _ in range(DEALS_AT_ONCE):
+                self._pass_what_is_had()
                 deal = self._next_deal()
                 if deal is None:
                     return
@@ -173,7 +173,7 @@ class Dealing:
         if progress is None:
             return
         (service_s,) = SERVICE.unpack(frame.body[: SERVICE.size])
-        skipped = unpack_bits(frame.body[SERVICE.size :])
+        skipped = unpack_numbers(frame.body[SERVICE.size :])
         known_s = service_s if 0.0 < service_s < LONGEST_SERVICE_S else None
         if self._dealer.credit(number, chunk, known_s):
             progress.quiet_since_s = time.monotonic()
@@ -181,7 +181,7 @@ class Dealing:
             self._stalled.remove(number)
             self._dealer.add_owner(number, known_s)
         self._credited |= self._owned.get(number, 0) & 1 << chunk
-        for left_out in chunks_of(skipped):
+        for left_out in skipped:
             self._miss(left_out, 1 << chunk)
         self.pump()
 
@@ -191,10 +191,20 @@ class Dealing:
         if progress is None:
             return
         fresh = unpack_bits(frame.body) & self._all & ~progress.have
-        progress.have |= fresh
+        self._learn(progress, fresh)
+        progress.reported_s = time.monotonic()
         for owner, bits in self._owned.items():
             if fresh & bits:
                 progress.heard_s[owner] = time.monotonic()
+
+    def _learn(self, progress: Progress, bits: int) -> None:
+        """A worker has these; what it has before it was dealt need not be sent to it."""
+        first = not progress.known
+        progress.known = True
+        progress.have |= bits
+        self._ahead |= bits >> self._dealer.dealt << self._dealer.dealt
+        if first or self._ahead >> self._dealer.dealt:
+            self.pump()
 
     def done(self, worker: Worker, frame: Frame) -> None:
         """A worker has everything."""
@@ -203,7 +213,7 @@ class Dealing:
         arrivals_s = array("f", bytes(frame.body))
         if number not in self._progress:
             return
-        self._progress[number].have = self._all
+        self._learn(self._progress[number], self._all)
         arrival = Arrival(worker.member.name, done_s, self.manifest.total_bytes / done_s, tuple(arrivals_s))
         self._arrivals.setdefault(number, arrival)
         self._keep_uplink(worker)
@@ -234,14 +244,14 @@ class Dealing:
         for owner in self._dealer.owners:
             self._check_stall(owner, now_s)
         patience_s = max(SILENT_S, 4 * self._dealer.threshold_s)
-        due = (1 << bisect_right(self._dealt_s, now_s - patience_s)) - 1
         for number in self._progress.keys() - self._arrivals.keys():
-            self._check_silence(number, due, now_s - patience_s)
+            self._check_silence(number, self._progress[number].reported_s - patience_s)
         self.pump()
 
     def record(self, sent_bytes: int) -> BroadcastRecord:
         """What happened so far."""
-        receivers = [Receiver(worker.uplink_bytes_per_s or 0.0, float("inf")) for worker in self._workers.values()]
+        uplinks = [worker.uplink_bytes_per_s or 0.0 for worker in self._workers.values()]
+        receivers = [Receiver(uplink_bytes_per_s, float("inf")) for uplink_bytes_per_s in uplinks]
         source = Origin(self._uplink.bytes_per_s)
         return BroadcastRecord(
             version=self.manifest.version,
@@ -250,17 +260,34 @@ class Dealing:
             bound_s=fluid_bound_s(self.manifest.total_bytes, source, receivers) if receivers and self._uplink.known else 0.0,
             arrivals=tuple(sorted(self._arrivals.values(), key=lambda arrival: arrival.done_s)),
             sent_bytes=sent_bytes,
+            source_uplink_bytes_per_s=self._uplink.bytes_per_s if self._uplink.known else 0.0,
+            worker_uplink_bytes_per_s=sum(uplinks) / len(uplinks) if uplinks else 0.0,
         )
 
     @property
     def _forwarded_bytes(self) -> int:
         return max(1, len(self._workers) - 1) * self.manifest.chunk_bytes
 
+    @property
+    def _present(self) -> list[int]:
+        """Workers that are connected and were told of this broadcast."""
+        return [number for number in self._workers if number in self._progress]
+
     def _next_deal(self) -> Deal | None:
-        links = {number: worker.link for number, worker in self._workers.items() if not worker.link.detached}
+        known = [number for number in self._present if self._progress[number].known]
+        links = {number: self._workers[number].link for number in known if not self._workers[number].link.detached}
         ready = [number for number in self._dealer.owners if number in links and links[number].queued_chunks < QUEUED_CHUNKS]
         idle = all(link.queued_chunks == 0 for link in links.values())
-        return self._dealer.deal(idle, ready) if self._workers else None
+        return self._dealer.deal(idle, ready) if known else None
+
+    def _pass_what_is_had(self) -> None:
+        """Deal no chunks that some worker had before: the others ask for them."""
+        passed = 0
+        while not self.all_dealt and self._ahead >> self._dealer.dealt & 1:
+            passed |= 1 << self._dealer.pass_one()
+            self._dealt_s.append(time.monotonic())
+        if passed:
+            self._miss_everybody(passed)
 
     def _carry_out(self, deal: Deal) -> None:
         sealed = self._cipher.seal(deal.chunk, self._payload)
@@ -268,7 +295,7 @@ class Dealing:
         if deal.owner is not None:
             self._give(deal.owner, deal.chunk, sealed)
             return
-        for number in list(self._workers):
+        for number in self._present:
             self._send(number, Kind.CHUNK, deal.chunk, sealed)
 
     def _give(self, owner: int, chunk: int, sealed: bytes) -> None:
@@ -279,7 +306,7 @@ class Dealing:
 
     def _send(self, number: int, kind: Kind, chunk: int, sealed: bytes) -> None:
         link = self._workers[number].link
-        if link.detached and kind is Kind.CHUNK:
+        if kind is Kind.CHUNK and (link.detached or not self._progress[number].known):
             self._miss(number, 1 << chunk)
             return
 
@@ -289,18 +316,19 @@ class Dealing:
 
         link.send(kind, self.number, chunk, sealed, done)
 
-    def _miss(self, number: int, bits: int) -> None:
+    def _miss(self, number: int, bits: int, passed_over: int = SOURCE) -> None:
+        """Tell a worker that nobody will send it these unasked; it does not ask the worker that is passed over."""
         worker, progress = self._workers.get(number), self._progress.get(number)
         if worker is None or progress is None or not bits:
             return
         bits &= ~progress.have
         progress.told |= bits
-        worker.link.send(Kind.MISSED, self.number, body=pack_bits(bits))
+        worker.link.send(Kind.MISSED, self.number, passed_over, pack_bits(bits))
 
-    def _miss_everybody(self, bits: int, but: int | None = None) -> None:
+    def _miss_everybody(self, bits: int, passed_over: int = SOURCE) -> None:
         for number in list(self._workers):
-            if number != but:
-                self._miss(number, bits)
+            if number != passed_over:
+                self._miss(number, bits, passed_over)
 
     def _repair(self, chunk: int) -> None:
         askers = {number for number in self._asked.pop(chunk) if number in self._workers}
@@ -312,7 +340,7 @@ class Dealing:
             for number in askers:
                 self._workers[number].link.send(Kind.CHUNK, self.number, chunk, sealed)
             return
-        others = pack_bits(bits_of(askers - {owner}))
+        others = pack_numbers(askers - {owner})
         self._workers[owner].link.send(Kind.FORWARD, self.number, chunk, others)
         self._give(owner, chunk, sealed)
 
@@ -324,11 +352,13 @@ class Dealing:
         self._dealer.remove_owner(owner)
         self._stalled.add(owner)
         self._event("stalled", owner, "source", f"forwarded nothing for {patience_s:.1f} s")
-        self._miss_everybody(bits_of(backlog), but=owner)
+        self._miss_everybody(bits_of(backlog), owner)
 
-    def _check_silence(self, number: int, due: int, before_s: float) -> None:
-        """Tell a worker what it waits for in vain; if it hears all others, the owner that says to have sent it is to blame."""
+    def _check_silence(self, number: int, before_s: float) -> None:
+        """Tell a worker what it said to have not got that was dealt before this time; if it hears all others, the owner that
+        says to have sent it is to blame, and nobody waits for anything that it was to forward."""
         progress = self._progress[number]
+        due = (1 << bisect_right(self._dealt_s, before_s)) - 1
         due &= ~progress.have & ~progress.told
         silent = {
             owner: bits & due
@@ -336,10 +366,11 @@ class Dealing:
             if owner != number and bits & due and progress.heard_s.get(owner, 0.0) < before_s
         }
         for owner, bits in silent.items():
-            self._miss(number, bits)
+            self._miss(number, bits, owner)
             claimed = (bits & self._credited).bit_count()
             if claimed >= WITHHELD_CHUNKS and 2 * len(silent) < len(self._owned):
                 self._dealer.remove_owner(owner)
+                self._miss_everybody(self._owned[owner], owner)
                 detail = f"{claimed} chunks that it says to have forwarded did not come"
                 self._event("withheld", owner, self._workers[number].member.name, detail)
 

@@ -8,17 +8,20 @@ finished, then the newest is next.
 from __future__ import annotations
 
 import json
+import math
 import struct
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from echo2.dissemination.broadcast.cipher import ChunkCipher, ChunkRefused
 from echo2.dissemination.broadcast.link import Buffers, Link
 from echo2.dissemination.broadcast.reception import SOURCE, Reception, Rooms, chunks_of
 from echo2.dissemination.broadcast.relay import Credit, Relay, laggards
-from echo2.dissemination.broadcast.wire import Frame, Kind, pack_bits, unpack_bits
+from echo2.dissemination.broadcast.wire import Frame, Kind, pack_bits, pack_numbers, unpack_bits, unpack_numbers
 from echo2.dissemination.manifest import Manifest, parse_manifest, signing_key, verify
 
 PROGRESS_S = 0.25
@@ -28,8 +31,14 @@ ANSWERS_WAITING = 64
 """Chunks that may wait on one connection for somebody who asked."""
 EARLY_CHUNKS = 64
 """Chunks that may wait for their announcement, which comes another way."""
+OVER_S = 30.0
+"""What honest workers had still to forward of a broadcast when the source withdrew it is with the others within this time, even
+if one of them stalls meanwhile."""
+KEPT_WITHDRAWALS = 64
 STALE_CHUNKS = 8
 """Chunks of broadcasts that are over, until their sender is named."""
+KEPT_REPORTS = 16
+"""Reports that wait while the source is away."""
 SERVICE = struct.Struct("!d")
 
 
@@ -40,6 +49,17 @@ class Delivery:
     manifest: Manifest
     payload: memoryview
     fetch_s: float
+
+
+class Outlook(Enum):
+    """What is known of a payload that has not arrived."""
+
+    COMING = auto()
+    """It is under way."""
+    OVERTAKEN = auto()
+    """What is broadcast now was made with it or after it, so that it will not come by itself."""
+    OPEN = auto()
+    """It was not announced, but may be."""
 
 
 class Exchange:
@@ -62,19 +82,32 @@ class Exchange:
         self._receptions: dict[int, Reception] = {}
         self._rooms = Rooms()
         self._early: list[tuple[Link, Frame]] = []
-        self._targets: dict[tuple[int, int], list[int]] = {}
+        self._targets: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._over: dict[int, float] = {}
         self._stale: dict[int, int] = {}
         self._progress_s = self._source_lost_s = 0.0
         self._handed_over = -1
+        self._reports: deque[tuple[int, bytes]] = deque(maxlen=KEPT_REPORTS)
+        self._latest: tuple[int, Manifest] | None = None
         self.relay = Relay(links, self._credit, buffers.give)
         self.source: Link | None = None
         """The connection to the source while there is one."""
         self.others: set[int] = set()
         """Numbers of all other workers that take part."""
+        self.names: dict[int, str] = {SOURCE: "source"}
+        """Of everybody who takes part, or did."""
         self.received_bytes = 0
         """What arrived and was new."""
         self.duplicate_bytes = 0
         """What arrived and was here already."""
+
+    def outlook(self, manifest: Manifest) -> Outlook:
+        """Whether this payload is to be waited for; may be called from any thread."""
+        if any(reception.manifest.payload_digest == manifest.payload_digest for reception in list(self._receptions.values())):
+            return Outlook.COMING
+        latest = self._latest
+        overtaken = latest is not None and latest[1].created_unix_s >= manifest.created_unix_s
+        return Outlook.OVERTAKEN if overtaken else Outlook.OPEN
 
     def source_frame(self, link: Link, frame: Frame) -> bool:
         """Take a frame from the source; whether its body is kept. Raises SnapshotError for another run's manifest."""
@@ -84,13 +117,13 @@ class Exchange:
             case Kind.CHUNK | Kind.STRIPE:
                 return self._chunk(link, frame)
             case Kind.FORWARD:
-                self._targets[frame.broadcast, frame.chunk] = list(chunks_of(unpack_bits(frame.body)))
+                self._targets[frame.broadcast, frame.chunk] = unpack_numbers(frame.body)
             case Kind.MISSED:
                 self._missed(frame)
             case Kind.LACK:
                 self._lack(link, frame)
             case Kind.WITHDRAWN:
-                self._drop(frame.broadcast)
+                self._withdrawn(frame.broadcast)
         return False
 
     def peer_frame(self, link: Link, frame: Frame) -> bool:
@@ -124,11 +157,20 @@ class Exchange:
             if self.source is None and now_s - self._source_lost_s > ALONE_S:
                 reception.catch_up.want(reception.all & ~reception.have)
             self._ask(broadcast, reception)
-            if tell and self.source is not None:
-                self.source.send(Kind.PROGRESS, broadcast, body=pack_bits(reception.have))
+            if tell:
+                self._tell_progress(broadcast, reception)
+
+    def source_found(self, link: Link) -> None:
+        """There is a connection to the source: it is told what could not be said meanwhile."""
+        self.source = link
+        while self._reports:
+            broadcast, body = self._reports.popleft()
+            link.send(Kind.REPORT, broadcast, body=body)
 
     def link_lost(self, link: Link) -> None:
         """A connection is gone: what it was asked for is asked from others."""
+        if link is self.source:
+            self.source = None
         for broadcast, reception in self._receptions.items():
             reception.catch_up.gone(link.peer)
             if not reception.complete:
@@ -142,17 +184,30 @@ class Exchange:
         fields = json.loads(bytes(frame.body))
         manifest = parse_manifest(json.dumps(fields["manifest"]))
         verify(manifest, signing_key(self._token), self._run_id)
+        if frame.broadcast not in self._receptions:
+            self._begin(frame.broadcast, manifest, ChunkCipher(manifest, self._token, bytes.fromhex(fields["salt"])))
+        if self._latest is None or frame.broadcast > self._latest[0]:
+            self._latest = frame.broadcast, manifest
         reception = self._receptions.get(frame.broadcast)
-        if reception is None:
-            cipher = ChunkCipher(manifest, self._token, bytes.fromhex(fields["salt"]))
-            self._receptions[frame.broadcast] = Reception(manifest, cipher, self._rooms.take(manifest.total_bytes))
-            self._forget()
-        elif reception.complete:
-            self._tell_done(frame.broadcast, reception)
+        if reception is not None and reception.complete:
+            self._hand_over(frame.broadcast, reception)
+        elif reception is not None:
+            self._tell_progress(frame.broadcast, reception)
         early, self._early = self._early, []
         for link, waiting in early:
             if not link.closed and not self._chunk(link, waiting):
                 self._buffers.give(waiting.body)
+
+    def _begin(self, broadcast: int, manifest: Manifest, cipher: ChunkCipher) -> None:
+        """With what is here already, where a source that came back broadcasts a payload again."""
+        for former, reception in self._receptions.items():
+            if reception.manifest.chunk_digests == manifest.chunk_digests:
+                self._receptions[broadcast] = reception.under(manifest, cipher)
+                del self._receptions[former]
+                break
+        else:
+            self._receptions[broadcast] = Reception(manifest, cipher, self._rooms.take(manifest.total_bytes))
+        self._forget()
 
     def _forget(self) -> None:
         """Keep the newest two that are complete, and of the others the oldest and the newest."""
@@ -162,6 +217,12 @@ class Exchange:
         for number in {*unfinished[1:-1], *complete[:-2], *overtaken}:
             self._drop(number)
         self._targets = {key: targets for key, targets in self._targets.items() if key[0] in self._receptions}
+
+    def _withdrawn(self, broadcast: int) -> None:
+        self._drop(broadcast)
+        self._over.setdefault(broadcast, time.monotonic())
+        if len(self._over) > KEPT_WITHDRAWALS:
+            del self._over[min(self._over)]
 
     def _drop(self, broadcast: int) -> None:
         reception = self._receptions.pop(broadcast, None)
@@ -199,6 +260,8 @@ class Exchange:
         if frame.broadcast > max(self._receptions, default=0) and len(self._early) < EARLY_CHUNKS:
             self._early.append((link, frame))
             return True
+        if time.monotonic() - self._over.get(frame.broadcast, math.inf) <= OVER_S:
+            return False
         self._stale[link.peer] = self._stale.get(link.peer, 0) + 1
         if self._stale[link.peer] == STALE_CHUNKS:
             self._report("replayed", link.peer, frame.broadcast, "sends chunks of a broadcast that is over")
@@ -222,20 +285,28 @@ class Exchange:
         if self.source is not None:
             self.source.send(Kind.DONE, broadcast, body=array("f", reception.arrivals_s).tobytes())
 
+    def _tell_progress(self, broadcast: int, reception: Reception) -> None:
+        if self.source is not None:
+            self.source.send(Kind.PROGRESS, broadcast, body=pack_bits(reception.have))
+
     def _credit(self, credit: Credit) -> None:
         if self.source is not None:
-            skipped = sum(1 << number for number in credit.skipped)
-            body = SERVICE.pack(credit.service_s) + pack_bits(skipped)
+            body = SERVICE.pack(credit.service_s) + pack_numbers(credit.skipped)
             self.source.send(Kind.CREDIT, credit.broadcast, credit.chunk, body)
 
     def _report(self, kind: str, culprit: int, broadcast: int, detail: str) -> None:
+        name = self.names.get(culprit, str(culprit))
+        body = json.dumps({"kind": kind, "culprit": culprit, "name": name, "detail": detail}).encode()
         if self.source is not None:
-            body = json.dumps({"kind": kind, "culprit": culprit, "detail": detail}).encode()
             self.source.send(Kind.REPORT, broadcast, body=body)
+        elif kind != "unlinked":
+            self._reports.append((broadcast, body))
 
     def _missed(self, frame: Frame) -> None:
         reception = self._receptions.get(frame.broadcast)
         if reception is not None and not reception.complete:
+            if frame.chunk != SOURCE:
+                reception.catch_up.pass_over(frame.chunk, time.monotonic())
             reception.catch_up.want(unpack_bits(frame.body) & reception.all & ~reception.have)
             self._ask(frame.broadcast, reception)
 

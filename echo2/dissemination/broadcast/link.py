@@ -2,7 +2,7 @@
 
 Invariants: a frame's body goes from the socket straight into the buffer that it is used from, and from its sender's buffer
 straight into the socket; frames of control pass waiting frames of data, never one that has begun; every frame's `done` is
-called once, whatever happens to the connection.
+called once, whatever happens to the connection; that a connection is closed is told later, never to somebody who is sending.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from echo2.dissemination.broadcast.wire import DATA, HEADER, MAX_CONTROL_BYTES, MAX_DATA_BYTES, Frame, Kind, WireError
+from echo2.dissemination.pacing import Allowance
 
 UNSENT_S = 0.04
 """What the kernel may hold of a connection's bytes beyond its congestion window, in seconds of the rate it was seen to have: so
@@ -33,6 +34,8 @@ FIRST_DETACH_S = 1.0
 LONGEST_DETACH_S = 16.0
 RELAPSE_S = 5.0
 HEARD_BYTES = 4 * 1024
+MIN_ROUND_TRIP_AT = 148
+"""Where the kernel's `tcp_info` has the shortest round trip, in microseconds."""
 WRITE_BUDGET_BYTES = 1024 * 1024
 READ_BUDGET_BYTES = 512 * 1024
 """What one connection may take before the others have their turn."""
@@ -45,7 +48,7 @@ class Outgoing:
     views: list[memoryview]
     done: Callable[[bool], None] | None
     queued_s: float = field(default_factory=time.monotonic)
-    begun: bool = False
+    given_up: bool = False
 
     def finish(self, sent: bool) -> None:
         done, self.done = self.done, None
@@ -76,6 +79,26 @@ class Buffers:
             self._free.append(buffer)
 
 
+class Acknowledgements:
+    """Looks now and then for what other ends acknowledged, on all of a thread's links at once: a timer for each would cost more
+    than to send."""
+
+    def __init__(self) -> None:
+        self._waiting: set[Link] = set()
+
+    def expect(self, link: Link) -> None:
+        """Call `link.settle` until nothing is unacknowledged there; from the thread of the links."""
+        if not self._waiting:
+            asyncio.get_running_loop().call_later(SETTLE_S, self._look)
+        self._waiting.add(link)
+
+    def _look(self) -> None:
+        waiting, self._waiting = self._waiting, set()
+        for link in waiting:
+            if link.settle():
+                self.expect(link)
+
+
 class Link:
     """One proved connection in an event loop; every method and callback runs in the loop's thread."""
 
@@ -85,25 +108,26 @@ class Link:
         peer: int,
         *,
         buffers: Buffers,
+        acknowledgements: Acknowledgements,
         on_frame: Callable[[Link, Frame], bool],
         on_closed: Callable[[Link], None],
-        grant: Callable[[int], int] | None = None,
+        allowance: Allowance | None = None,
         on_written: Callable[[], None] = lambda: None,
     ) -> None:
         """`peer` is the other end's number; chunks are read into `buffers`, and `on_frame` says whether it keeps the body;
-        `grant(wanted)` says how many bytes may be sent now, for an uplink with a cap: who grants 0 calls `resume`;
-        `on_written` is called when a chunk is wholly in the socket."""
+        `allowance` is that of an uplink with a cap: where it refuses, it has `resume` called later; `on_written` is called when
+        a chunk is wholly in the socket."""
         self.peer = peer
         self._detached_until_s = 0.0
         self._detach_s = FIRST_DETACH_S
         self.sent_bytes = 0
         self.received_bytes = 0
         self._socket = connection
-        self._buffers, self._on_frame, self._on_closed, self._grant = buffers, on_frame, on_closed, grant
+        self._buffers, self._acknowledgements = buffers, acknowledgements
+        self._on_frame, self._on_closed, self._allowance = on_frame, on_closed, allowance
         self._loop = asyncio.get_running_loop()
         self._on_written = on_written
         self._unacknowledged: deque[tuple[int, Outgoing]] = deque()
-        self._settling = False
         self._control: deque[Outgoing] = deque()
         self._data: deque[Outgoing] = deque()
         self._current: Outgoing | None = None
@@ -124,8 +148,10 @@ class Link:
 
     @property
     def detached(self) -> bool:
-        """Whether chunks are not to be sent unasked for now."""
-        return time.monotonic() < self._detached_until_s
+        """Whether chunks are not to be sent unasked for now: for a while after `detach`, and until a frame that was given up
+        has gone out."""
+        stuck = self._current_is_data and self._current is not None and self._current.given_up
+        return stuck or time.monotonic() < self._detached_until_s
 
     @property
     def queued_chunks(self) -> int:
@@ -139,6 +165,14 @@ class Link:
         frames = [*(frame for _, frame in self._unacknowledged), *current, *self._data]
         oldest_s = next((frame.queued_s for frame in frames if frame.done is not None), None)
         return time.monotonic() - oldest_s if oldest_s is not None else 0.0
+
+    @property
+    def round_trip_s(self) -> float:
+        """The shortest round trip seen on this connection; 0 once it is closed."""
+        if self._closed:
+            return 0.0
+        told = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, MIN_ROUND_TRIP_AT + 4)
+        return float(struct.unpack_from("I", told, MIN_ROUND_TRIP_AT)[0]) / 1e6
 
     def send(
         self,
@@ -169,6 +203,7 @@ class Link:
         self._detached_until_s = now_s + self._detach_s
         dropped, self._data = self._data, deque()
         if self._current is not None and self._current_is_data:
+            self._current.given_up = True
             dropped.appendleft(self._current)
         for outgoing in (*(frame for _, frame in self._unacknowledged), *dropped):
             outgoing.finish(False)
@@ -193,9 +228,19 @@ class Link:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, count)
 
     def resume(self) -> None:
-        """Go on sending after a grant of 0."""
+        """Go on sending after a refusal."""
         if not self._closed and not self._waiting:
             self._writable()
+
+    def settle(self) -> bool:
+        """Tell of the frames that the other end has acknowledged; whether there are others."""
+        if self._closed:
+            return False
+        unacknowledged_bytes = struct.unpack("i", fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(4)))[0]
+        acknowledged = self.sent_bytes - unacknowledged_bytes
+        while self._unacknowledged and self._unacknowledged[0][0] <= acknowledged:
+            self._unacknowledged.popleft()[1].finish(True)
+        return bool(self._unacknowledged)
 
     def close(self) -> None:
         if self._closed:
@@ -212,7 +257,7 @@ class Link:
         self._unacknowledged.clear()
         self._control.clear()
         self._data.clear()
-        self._on_closed(self)
+        self._loop.call_soon(self._on_closed, self)
 
     def _writable(self) -> None:
         budget = WRITE_BUDGET_BYTES
@@ -222,7 +267,7 @@ class Link:
                 return
             assert self._current is not None
             wanted = sum(len(view) for view in self._current.views)
-            allowed = wanted if self._grant is None or not self._current_is_data else self._grant(wanted)
+            allowed = wanted if self._allowance is None or not self._current_is_data else self._allowance.take(wanted)
             if allowed == 0:
                 self._wait_writable(False)
                 return
@@ -238,11 +283,12 @@ class Link:
             return False
         self._current_is_data = queue is self._data
         self._current = queue.popleft()
-        self._current.begun = True
         return True
 
     def _write(self, outgoing: Outgoing, wanted: int, allowed: int) -> bool:
-        """Whether the socket took all it was given."""
+        """Whether the socket took all that it was allowed to."""
+        paced = self._allowance if self._current_is_data else None
+        sent = 0
         try:
             sent = self._socket.send(outgoing.views[0][:allowed]) if allowed < wanted else self._socket.sendmsg(outgoing.views)
         except BlockingIOError:
@@ -250,37 +296,23 @@ class Link:
         except OSError:
             self.close()
             return False
+        finally:
+            if paced is not None:
+                paced.give_back(allowed - sent)
         self.sent_bytes += sent
         rest = sent
         while outgoing.views and rest >= len(outgoing.views[0]):
             rest -= len(outgoing.views.pop(0))
         if outgoing.views:
             outgoing.views[0] = outgoing.views[0][rest:]
-            return allowed < wanted
+            return sent == allowed
         was_data, self._current, self._current_is_data = self._current_is_data, None, False
         if outgoing.done is not None:
             self._unacknowledged.append((self.sent_bytes, outgoing))
-            self._settle_later()
+            self._acknowledgements.expect(self)
         if was_data:
             self._on_written()
         return True
-
-    def _settle_later(self) -> None:
-        if not self._settling:
-            self._settling = True
-            self._loop.call_later(SETTLE_S, self._settle)
-
-    def _settle(self) -> None:
-        """Tell of the frames that the other end has acknowledged."""
-        self._settling = False
-        if self._closed:
-            return
-        unacknowledged_bytes = struct.unpack("i", fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(4)))[0]
-        acknowledged = self.sent_bytes - unacknowledged_bytes
-        while self._unacknowledged and self._unacknowledged[0][0] <= acknowledged:
-            self._unacknowledged.popleft()[1].finish(True)
-        if self._unacknowledged:
-            self._settle_later()
 
     def _wait_writable(self, wait: bool) -> None:
         if wait == self._waiting or self._closed:

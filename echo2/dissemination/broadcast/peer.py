@@ -8,6 +8,7 @@ it dialled itself.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import random
@@ -15,14 +16,16 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from echo2.dissemination.broadcast.exchange import Delivery, Exchange
-from echo2.dissemination.broadcast.link import Buffers, Link
+from echo2.dissemination.broadcast.exchange import Delivery, Exchange, Outlook
+from echo2.dissemination.broadcast.link import Acknowledgements, Buffers, Link
 from echo2.dissemination.broadcast.reception import SOURCE
-from echo2.dissemination.broadcast.wire import Frame, Kind, WireError, accept, connection_key, dial
+from echo2.dissemination.broadcast.wire import Frame, Kind, WireError, accept, connection_key, dial, worker_number
+from echo2.dissemination.manifest import Manifest
 from echo2.errors import SnapshotError, WaitTimeout
 
 log = logging.getLogger(__name__)
@@ -30,6 +33,7 @@ TICK_S = 0.1
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
 DISTRUST_S = 60.0
+KEPT_DELIVERIES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,7 @@ class LoopThread(ABC):
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._error: BaseException | None = None
+        self._ending = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
@@ -61,7 +66,8 @@ class LoopThread(ABC):
             self.closing()
             self._loop.close()
         elif self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            with contextlib.suppress(RuntimeError):  # it has ended meanwhile
+                self._loop.call_soon_threadsafe(self._end)
             self._thread.join(timeout_s)
 
     def raise_if_failed(self) -> None:
@@ -86,7 +92,12 @@ class LoopThread(ABC):
         """The thread cannot go on."""
         self._error = error
         log.error("the broadcast's thread %s died", self._thread.name, exc_info=error)
-        self._loop.stop()
+        self._end()
+
+    def _end(self) -> None:
+        if not self._ending:
+            self._ending = True
+            self._loop.stop()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -124,11 +135,9 @@ class Peer(LoopThread):
         port: int = 0,
         advertised_host: str = "",
         serving: bool = True,
-        on_delivery: Callable[[], None] = lambda: None,
     ) -> None:
         """`host` and `port` are listened on unless not `serving`; the source tells the others `advertised_host`, or the
-        address that it sees. `on_delivery` is called in the thread when there is something to take. Raises OSError if the
-        port cannot be had."""
+        address that it sees. Raises OSError if the port cannot be had."""
         super().__init__("broadcast-peer")
         self._key = connection_key(token, run_id)
         self._name = name
@@ -137,22 +146,23 @@ class Peer(LoopThread):
         self._listener = socket.create_server((host, port), backlog=128) if serving else None
         self._links: dict[int, Link] = {}
         self._members: dict[int, Member] = {}
-        self._number = -1
+        self._number = worker_number(name)
+        self._listed = False
         self._source_lost = asyncio.Event()
         self._dialling: set[int] = set()
         self._distrusted: dict[int, float] = {}
-        self._buffers = Buffers()
+        self._buffers, self._acknowledgements = Buffers(), Acknowledgements()
         self._exchange = Exchange(run_id, token, self._links, self._buffers, self._deliver, self._distrust)
         self._changed = threading.Condition()
-        self._delivery: Delivery | None = None
-        self._wake = on_delivery
+        self._deliveries: deque[Delivery] = deque(maxlen=KEPT_DELIVERIES)
+        self._taken = True
         self.last_error: str | None = None
         """Why the source could not be reached or used at the last try."""
 
     @property
     def connected(self) -> bool:
-        """Whether the source is there."""
-        return self._exchange.source is not None
+        """Whether the source is there and has told what it is about."""
+        return self._listed
 
     @property
     def peers(self) -> int:
@@ -177,18 +187,27 @@ class Peer(LoopThread):
         """The newest snapshot that arrived since the last call, if any. Raises the error that ended the thread."""
         with self._changed:
             self.raise_if_failed()
-            delivery, self._delivery = self._delivery, None
-            return delivery
+            taken, self._taken = self._taken, True
+            return None if taken else self._deliveries[-1]
 
     def wait(self, timeout_s: float) -> Delivery:
         """`take`, but waits for a snapshot. Raises WaitTimeout after `timeout_s`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._delivery is not None or self._error is not None, timeout_s)
+            self._changed.wait_for(lambda: not self._taken or self._error is not None, timeout_s)
         delivery = self.take()
         if delivery is None:
             reason = f": {self.last_error}" if self.last_error else ""
             raise WaitTimeout(f"no snapshot arrived at worker {self._name} within {timeout_s:g} s{reason}")
         return delivery
+
+    def delivered(self, manifest: Manifest) -> Delivery | None:
+        """This payload, if it is among the newest that arrived."""
+        with self._changed:
+            return next((one for one in self._deliveries if one.manifest.payload_digest == manifest.payload_digest), None)
+
+    def outlook(self, manifest: Manifest) -> Outlook:
+        """Whether this payload, which was not delivered, is to be waited for."""
+        return self._exchange.outlook(manifest)
 
     def failed(self, error: BaseException) -> None:
         super().failed(error)
@@ -228,21 +247,22 @@ class Peer(LoopThread):
                 continue
             failures, self.last_error = 0, None
             self._source_lost.clear()
-            self._exchange.source = self._link(connection, SOURCE, self._from_source, self._lost_source)
+            self._exchange.source_found(self._link(connection, SOURCE, self._from_source, self._lost_source))
             await self._source_lost.wait()
             await _pause(1)
 
     def _lost_source(self, link: Link) -> None:
-        self._exchange.source = None
+        self._listed = False
         self._exchange.link_lost(link)
         self._source_lost.set()
 
     def _from_source(self, link: Link, frame: Frame) -> bool:
         if frame.kind is Kind.ROSTER:
             roster = json.loads(bytes(frame.body))
-            self._number = roster["you"]
+            self._number, self._listed = roster["you"], True
             self._members = {fields["number"]: Member(**fields) for fields in roster["members"]}
             self._exchange.others = set(self._members) - {self._number}
+            self._exchange.names |= {number: member.name for number, member in self._members.items()}
             self._dial_members()
             return False
         try:
@@ -253,7 +273,7 @@ class Peer(LoopThread):
             return False
 
     def _dial_members(self) -> None:
-        """Of two that can be reached the later one dials; one that cannot be reached dials everybody who can."""
+        """Of two that can be reached the greater number dials; one that cannot be reached dials everybody who can."""
         mine = self._members.get(self._number)
         for number, member in self._members.items():
             mine_to_dial = mine is not None and member.reachable and (not mine.reachable or number < mine.number)
@@ -265,7 +285,7 @@ class Peer(LoopThread):
         failures = 0
         try:
             while (member := self._members.get(number)) is not None and member.reachable and number not in self._links:
-                if self._distrusted.get(number, 0.0) < time.monotonic():
+                if not self._distrusts(number):
                     try:
                         connection, answer = await dial(member.host, member.port, self._key, {"number": self._number})
                     except (WireError, OSError) as error:
@@ -287,22 +307,26 @@ class Peer(LoopThread):
 
     async def _accept(self, connection: socket.socket) -> None:
         try:
-            hello = await accept(connection, self._key, {"number": self._number})
+            hello = await accept(connection, self._key, self._greeting)
         except (WireError, OSError) as error:
             log.warning("a connection was refused: %s", error or "time-out")
             connection.close()
             return
         number = hello.get("number")
-        strangers = (SOURCE, self._number)
-        if not isinstance(number, int) or number in strangers or self._distrusted.get(number, 0.0) > time.monotonic():
+        if not isinstance(number, int) or number in (SOURCE, self._number) or self._distrusts(number):
             connection.close()
         else:
             self._join(connection, number)
+
+    def _greeting(self, hello: dict[str, Any]) -> dict[str, Any]:
+        """What somebody gets to hear who connects: nothing where it is not wanted, so that it tries less and less often."""
+        return {} if self._distrusts(hello.get("number")) else {"number": self._number}
 
     def _join(self, connection: socket.socket, number: int) -> None:
         former = self._links.get(number)
         if former is not None:
             former.close()
+            self._lost_peer(former)
         self._links[number] = self._link(connection, number, self._exchange.peer_frame, self._lost_peer)
 
     def _link(
@@ -312,7 +336,14 @@ class Peer(LoopThread):
         on_frame: Callable[[Link, Frame], bool],
         on_closed: Callable[[Link], None],
     ) -> Link:
-        return Link(connection, number, buffers=self._buffers, on_frame=on_frame, on_closed=on_closed)
+        return Link(
+            connection,
+            number,
+            buffers=self._buffers,
+            acknowledgements=self._acknowledgements,
+            on_frame=on_frame,
+            on_closed=on_closed,
+        )
 
     def _lost_peer(self, link: Link) -> None:
         if self._links.get(link.peer) is link:
@@ -320,14 +351,17 @@ class Peer(LoopThread):
             self._exchange.link_lost(link)
             self._loop.call_later(FIRST_PAUSE_S, self._dial_members)
 
+    def _distrusts(self, number: object) -> bool:
+        return isinstance(number, int) and self._distrusted.get(number, 0.0) > time.monotonic()
+
     def _distrust(self, number: int) -> None:
         self._distrusted[number] = time.monotonic() + DISTRUST_S
 
     def _deliver(self, delivery: Delivery) -> None:
         with self._changed:
-            self._delivery = delivery
+            self._deliveries.append(delivery)
+            self._taken = False
             self._changed.notify_all()
-        self._wake()
 
 
 async def _pause(failures: int) -> None:

@@ -13,6 +13,8 @@ HORIZON_S = 0.4
 """Backlog that an owner may have: long enough to keep its uplink busy over a round trip, short enough to follow its rate."""
 SERVICE_WEIGHT = 0.2
 """Weight of the newest credit in the estimate of an owner's service time."""
+FASTER_WEIGHT = 0.5
+"""The same where the credit shows a faster uplink: an owner may seem slow for want of chunks, never fast."""
 HOPE = 0.95
 """Factor on an idle owner's service time for each chunk that goes directly: so that a bad estimate is tried again."""
 FIRST_BACKLOG = 3
@@ -94,7 +96,7 @@ def _egress_usd(
 ) -> float:
     """Owners forward what they can, the source sends the rest to everybody, the store what the source has no time for."""
     count = len(receivers)
-    owners = [r for r in receivers if r.reachable]
+    owners = [r for r in receivers if r.reachable and r.uplink_bytes_per_s]
     capacity = sum(r.uplink_bytes_per_s for r in owners)
     forwarded = min((count - 1) * total_bytes, capacity * duration_s)
     striped = forwarded / (count - 1) if count > 1 else 0.0
@@ -162,10 +164,11 @@ class Dealer:
 
     @property
     def remaining_s(self) -> float:
-        """Seconds that the chunks not yet dealt would take with every uplink busy."""
-        rest = (self._chunk_count - self.dealt) * self._chunk_bytes * self.receivers
+        """Seconds that all chunks that are not everywhere would take with every uplink busy."""
+        rest = (self._chunk_count - self.dealt) * self.receivers
+        held = sum(map(len, self._backlog.values())) * (self.receivers - 1)
         uplinks = sum((self.receivers - 1) * self._chunk_bytes / service_s for service_s in self._service_s.values())
-        return rest / (self.source_bytes_per_s + uplinks)
+        return (rest + held) * self._chunk_bytes / (self.source_bytes_per_s + uplinks)
 
     def add_owner(self, owner: int, service_s: float | None = None) -> None:
         """Deal to `owner` from now on; `service_s` is what an earlier broadcast showed of its uplink."""
@@ -190,7 +193,8 @@ class Dealer:
         backlog.remove(chunk)
         if service_s is not None:
             known_s = self._service_s.get(owner, service_s)
-            self._service_s[owner] = known_s + SERVICE_WEIGHT * (service_s - known_s)
+            weight = SERVICE_WEIGHT if service_s > known_s else FASTER_WEIGHT
+            self._service_s[owner] = known_s + weight * (service_s - known_s)
         return True
 
     def deal(self, source_idle: bool, among: Iterable[int] | None = None) -> Deal | None:
@@ -200,13 +204,35 @@ class Dealer:
         owner = self.soonest(self._backlog if among is None else among)
         if owner is not None and self.wait_s(owner) <= self.threshold_s:
             self._backlog[owner].add(self.dealt)
-        elif source_idle:
+        elif source_idle and self._directly_pays(owner):
             owner = None
             self._hope()
         else:
             return None
         self.dealt += 1
         return Deal(self.dealt - 1, owner)
+
+    def pass_one(self) -> int:
+        """Count the next chunk as dealt, which needs no deal; returns it."""
+        self.dealt += 1
+        return self.dealt - 1
+
+    def _directly_pays(self, soonest: int | None) -> bool:
+        """Whether the source could send one chunk to everybody and still be done with the rest before the owners are."""
+        if soonest is None:
+            return True
+        rest = self._chunk_count - self.dealt
+        send_s = self._chunk_bytes / self.source_bytes_per_s
+        if rest * self.receivers * send_s <= self.wait_s(soonest):
+            return True
+        source_s = (rest - 1 + self.receivers) * send_s
+        chunks_per_s = sum(1 / self._hoped_s(owner) for owner in self._backlog)
+        owners_s = (sum(map(len, self._backlog.values())) + rest) / chunks_per_s
+        return source_s + self._latency_s + self._hoped_s(soonest) <= owners_s
+
+    def _hoped_s(self, owner: int) -> float:
+        """Service time of an owner; one of unknown uplink is taken to have the source's."""
+        return self._service_s.get(owner) or max(1, self.receivers - 1) * self._chunk_bytes / self.source_bytes_per_s
 
     def _hope(self) -> None:
         for owner, backlog in self._backlog.items():

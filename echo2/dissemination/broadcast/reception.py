@@ -94,6 +94,12 @@ class Reception:
         self.all = (1 << manifest.chunk_count) - 1
         """Bit set of every chunk."""
 
+    def under(self, manifest: Manifest, cipher: ChunkCipher) -> Reception:
+        """What is here of another broadcast of the same payload; this one is no longer used."""
+        successor = Reception(manifest, cipher, self.payload)
+        successor.have = self.have
+        return successor
+
     @property
     def complete(self) -> bool:
         return self.have == self.all
@@ -162,14 +168,19 @@ class CatchUp:
         if provider is not None:
             self._return(provider, bits_of(provider.asked))
 
+    def pass_over(self, number: int, now_s: float) -> None:
+        """`number` sends nothing: it is asked nothing for a while, longer each time."""
+        provider = self._provider(number)
+        self._return(provider, bits_of(provider.asked))
+        provider.barred_until_s = now_s + 2 * provider.patience_s
+        provider.patience_s *= 2
+
     def overdue(self, now_s: float) -> list[int]:
         """Providers that sent nothing of what they were asked for too long; it is asked from others from now on."""
         late = []
         for number, provider in self._providers.items():
             if provider.asked and now_s - max(provider.last_chunk_s, min(provider.asked.values())) > provider.patience_s:
-                self._return(provider, bits_of(provider.asked))
-                provider.barred_until_s = now_s + 2 * provider.patience_s
-                provider.patience_s *= 2
+                self.pass_over(number, now_s)
                 late.append(number)
         return late
 

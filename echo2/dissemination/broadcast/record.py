@@ -50,6 +50,10 @@ class BroadcastRecord:
     """In the order in which the workers had everything."""
     sent_bytes: int
     """What the source sent, control and repeats included."""
+    source_uplink_bytes_per_s: float = 0.0
+    """As it was seen, or the cap on it; 0 while it is not known."""
+    worker_uplink_bytes_per_s: float = 0.0
+    """Mean of the workers' uplinks as they were seen, one that passed nothing on as 0."""
 
     @property
     def first_s(self) -> float | None:
@@ -65,8 +69,16 @@ class BroadcastRecord:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Seconds from the start of the broadcast, by the names of a step's metrics; those that are known."""
-        found = {"bound_s": self.bound_s, "first_s": self.first_s, "median_s": self.median_s, "last_s": self.last_s}
+        """By the names of a step's metrics, those that are known; seconds are from the start of the broadcast."""
+        found = {
+            "version": float(self.version),
+            "bound_s": self.bound_s,
+            "first_s": self.first_s,
+            "median_s": self.median_s,
+            "last_s": self.last_s,
+            "source_uplink_bytes_per_s": self.source_uplink_bytes_per_s,
+            "worker_uplink_bytes_per_s": self.worker_uplink_bytes_per_s,
+        }
         return {f"dissemination/{name}": value for name, value in found.items() if value}
 
 

@@ -63,18 +63,19 @@ class Relay:
             else:
                 ready.append(link)
         if not ready:
-            self._finish_if_done(forwarding)
+            self._finish(forwarding, 0.0)
         for link in ready:
-            link.send(Kind.CHUNK, broadcast, chunk, body, done=self._when_sent(forwarding, link.peer))
+            link.send(Kind.CHUNK, broadcast, chunk, body, done=self._when_sent(forwarding, link))
 
-    def _when_sent(self, forwarding: _Forwarding, target: int) -> Callable[[bool], None]:
+    def _when_sent(self, forwarding: _Forwarding, link: Link) -> Callable[[bool], None]:
         def done(sent: bool) -> None:
             if sent:
-                forwarding.waiting.discard(target)
+                forwarding.waiting.discard(link.peer)
                 self.forwarded_bytes += len(forwarding.body)
             else:
-                self._skip(forwarding, target)
-            self._finish_if_done(forwarding)
+                self._skip(forwarding, link.peer)
+            if not forwarding.waiting:
+                self._finish(forwarding, link.round_trip_s if sent else 0.0)
 
         return done
 
@@ -82,11 +83,10 @@ class Relay:
         forwarding.waiting.discard(target)
         forwarding.skipped.append(target)
 
-    def _finish_if_done(self, forwarding: _Forwarding) -> None:
-        if forwarding.waiting:
-            return
+    def _finish(self, forwarding: _Forwarding, round_trip_s: float) -> None:
+        """All is acknowledged, a round trip after the uplink had done its work."""
         now_s = time.monotonic()
-        service_s = now_s - max(forwarding.arrived_s, self._last_done_s)
+        service_s = now_s - max(forwarding.arrived_s + round_trip_s, self._last_done_s)
         self._last_done_s = now_s
         if not forwarding.skipped:
             self._release(forwarding.body)

@@ -21,12 +21,13 @@ from typing import Any
 
 from echo2.dissemination.broadcast.cipher import fresh_salt
 from echo2.dissemination.broadcast.dealing import Dealing, Uplink, Worker
-from echo2.dissemination.broadcast.link import Buffers, Link
+from echo2.dissemination.broadcast.link import Acknowledgements, Buffers, Link
 from echo2.dissemination.broadcast.peer import TICK_S, LoopThread, Member
 from echo2.dissemination.broadcast.reception import SOURCE
 from echo2.dissemination.broadcast.record import BroadcastEvent, BroadcastRecord
-from echo2.dissemination.broadcast.wire import Frame, Kind, WireError, accept, connection_key, dial
+from echo2.dissemination.broadcast.wire import Frame, Kind, WireError, accept, connection_key, dial, worker_number
 from echo2.dissemination.manifest import Manifest
+from echo2.dissemination.pacing import Allowance, Pacer
 from echo2.errors import WaitTimeout
 
 log = logging.getLogger(__name__)
@@ -35,30 +36,6 @@ RATE_WEIGHT = 0.2
 PROBE_S = 2.0
 KEPT_BROADCASTS = 3
 KEPT_EVENTS = 1000
-
-
-class Pacer:
-    """Keeps what all links send together under a cap; grants pieces that are worth a call."""
-
-    BURST_S = 0.05
-    PAUSE_S = 0.005
-    LEAST_BYTES = 16 * 1024
-
-    def __init__(self, bytes_per_s: float) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._allowance = 0.0
-        self._refilled_s = time.monotonic()
-
-    def grant(self, wanted: int) -> int:
-        now_s = time.monotonic()
-        burst = self._bytes_per_s * self.BURST_S
-        self._allowance = min(burst, self._allowance + (now_s - self._refilled_s) * self._bytes_per_s)
-        self._refilled_s = now_s
-        granted = min(wanted, int(self._allowance))
-        if granted < min(wanted, self.LEAST_BYTES, burst):
-            return 0
-        self._allowance -= granted
-        return granted
 
 
 class Broadcast:
@@ -106,25 +83,25 @@ class Source(LoopThread):
         *,
         host: str = "0.0.0.0",
         port: int = 0,
-        uplink_bytes_per_s: float | None = None,
+        pacer: Pacer | None = None,
         on_event: Callable[[BroadcastEvent], None] = lambda event: None,
     ) -> None:
-        """Listens from now on; `uplink_bytes_per_s` caps what is sent. `on_event` is called in the source's thread.
+        """Listens from now on; `pacer` caps what is sent. `on_event` is called in the source's thread.
         Raises OSError if the port cannot be had."""
         super().__init__("broadcast-source")
         self._token = token
         self._key = connection_key(token, run_id)
         self._listener = socket.create_server((host, port), backlog=128)
-        self._pacer = Pacer(uplink_bytes_per_s) if uplink_bytes_per_s else None
-        self._uplink = Uplink(uplink_bytes_per_s or FIRST_UPLINK_BYTES_PER_S, known=bool(uplink_bytes_per_s))
+        self._allowance = Allowance(pacer, self._loop.call_later, self._resume) if pacer else None
+        self._uplink = Uplink(pacer.bytes_per_s if pacer else FIRST_UPLINK_BYTES_PER_S, known=pacer is not None)
         self._workers: dict[int, Worker] = {}
-        self._numbers: dict[str, int] = {}
-        self._buffers = Buffers()
+        self._names: dict[int, str] = {}
+        self._buffers, self._acknowledgements = Buffers(), Acknowledgements()
         self._dealings: dict[int, tuple[Dealing, Broadcast, int]] = {}
         self._next: tuple[Broadcast, memoryview] | None = None
         self._last_number = 0
         self._sent_before = self._lost_bytes = 0
-        self._busy_before = self._resuming = False
+        self._busy_before = False
         self._on_event = on_event
         self.events: deque[BroadcastEvent] = deque(maxlen=KEPT_EVENTS)
         """What was done to broadcasts, and by whom; the newest last."""
@@ -217,7 +194,7 @@ class Source(LoopThread):
         """While something waits to be sent, what is sent is what the uplink carries."""
         sent = self._sent_bytes()
         busy = any(worker.link.queued_chunks for worker in self._workers.values())
-        if busy and self._busy_before and self._pacer is None:
+        if busy and self._busy_before and self._allowance is None:
             rate = (sent - self._sent_before) / TICK_S
             self._uplink.bytes_per_s += RATE_WEIGHT * (max(rate, 1.0) - self._uplink.bytes_per_s)
             self._uplink.known = True
@@ -239,7 +216,7 @@ class Source(LoopThread):
 
     async def _accept(self, connection: socket.socket, address: tuple[Any, ...]) -> None:
         try:
-            hello = await accept(connection, self._key, {})
+            hello = await accept(connection, self._key, lambda hello: {})
             name, port = str(hello["name"]), int(hello["port"])
         except (WireError, OSError, KeyError, TypeError, ValueError) as error:
             connection.close()
@@ -250,7 +227,10 @@ class Source(LoopThread):
         self._join(member, connection)
 
     def _number_of(self, name: str) -> int:
-        return self._numbers.setdefault(name, len(self._numbers) + 1)
+        number = worker_number(name)
+        while self._names.setdefault(number, name) != name:
+            number += 1
+        return number
 
     async def _probe(self, number: int, host: str, port: int) -> bool:
         """Whether a worker can be reached from outside."""
@@ -260,19 +240,21 @@ class Source(LoopThread):
         except (WireError, OSError):
             return False
         connection.close()
-        return bool(answer.get("number") in (number, -1))
+        return bool(answer.get("number") == number)
 
     def _join(self, member: Member, connection: socket.socket) -> None:
         former = self._workers.get(member.number)
         if former is not None:
             former.link.close()
+            self._lost(former.link)
         link = Link(
             connection,
             member.number,
             buffers=self._buffers,
+            acknowledgements=self._acknowledgements,
             on_frame=self._frame,
             on_closed=self._lost,
-            grant=self._grant if self._pacer else None,
+            allowance=self._allowance,
             on_written=self._pump,
         )
         worker = Worker(member, link)
@@ -288,17 +270,8 @@ class Source(LoopThread):
     def _latest(self) -> list[tuple[Dealing, Broadcast, int]]:
         return [self._dealings[number] for number in sorted(self._dealings)]
 
-    def _grant(self, wanted: int) -> int:
-        """How much of the cap is left now; when nothing is, all links go on a little later."""
-        assert self._pacer is not None
-        granted = self._pacer.grant(wanted)
-        if granted == 0 and not self._resuming:
-            self._resuming = True
-            self._loop.call_later(Pacer.PAUSE_S, self._resume)
-        return granted
-
     def _resume(self) -> None:
-        self._resuming = False
+        """The cap allows the links to send again."""
         links = [worker.link for worker in self._workers.values()]
         random.shuffle(links)
         for link in links:
@@ -370,7 +343,7 @@ class Source(LoopThread):
         culprit = self._workers.get(number)
         dealing = self._dealings.get(frame.broadcast)
         version = dealing[0].manifest.version if dealing else None
-        name = "source" if number == SOURCE else (culprit.member.name if culprit else str(number))
+        name = culprit.member.name if culprit else str(fields["name"])
         if kind == "corrupt" and culprit is not None:
             culprit.distrusted = True
             for other, _, _ in self._dealings.values():

@@ -13,19 +13,23 @@ import json
 import secrets
 import socket
 import struct
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
 from blake3 import blake3
 
-MAGIC = b"echo2-01"
+MAGIC = b"echo2-02"
 KEY_CONTEXT = "echo2 2026-11 broadcast connection key"
 HEADER = struct.Struct("!BxxxIIQ")
 LENGTH = struct.Struct("!H")
 NONCE_BYTES = 32
 PROOF_BYTES = 32
+LARGEST_NUMBER = 2**31 - 1
 HANDSHAKE_S = 5.0
+UNHEARD_MS = 12_000
+"""How long what was sent may be unacknowledged: as long as it takes to find out without sending anything."""
 MAX_CONTROL_BYTES = 64 * 1024 * 1024
 MAX_DATA_BYTES = 64 * 1024 * 1024 + 16
 
@@ -46,7 +50,7 @@ class Kind(IntEnum):
     CREDIT = 6
     """W→S: the stripe's chunk was forwarded: seconds that took, and workers that were left out."""
     MISSED = 7
-    """S→W: chunks that nobody will send unasked."""
+    """S→W: chunks that nobody will send unasked; where a chunk's number stands, that of a worker not to ask, or 0."""
     PROGRESS = 8
     """W→S: bitmap of the chunks that arrived."""
     DONE = 9
@@ -56,7 +60,7 @@ class Kind(IntEnum):
     LACK = 11
     """Chunks that were asked for and are not here."""
     REPORT = 12
-    """W→S: another worker misbehaves, as JSON."""
+    """W→S: another worker misbehaves: what it did, its number and name, and details, as JSON."""
     WITHDRAWN = 13
     """S→W: this broadcast is no longer served."""
 
@@ -87,6 +91,21 @@ def unpack_bits(body: memoryview) -> int:
     return int.from_bytes(body, "little")
 
 
+def pack_numbers(numbers: Collection[int]) -> bytes:
+    """Workers' numbers as the body of a frame."""
+    return struct.pack(f"!{len(numbers)}I", *numbers)
+
+
+def unpack_numbers(body: memoryview) -> tuple[int, ...]:
+    """Raises struct.error for a body that is cut short."""
+    return struct.unpack(f"!{len(body) // 4}I", body)
+
+
+def worker_number(name: str) -> int:
+    """The number, from 1, that a worker goes by: at every source the same, so that none is taken for another."""
+    return int.from_bytes(blake3(name.encode()).digest(8), "big") % LARGEST_NUMBER + 1
+
+
 def connection_key(token: str, run_id: str) -> bytes:
     """Key, 32 bytes, that both ends of a connection prove to hold."""
     return blake3(f"{run_id}\0{token}".encode(), derive_key_context=KEY_CONTEXT).digest()
@@ -113,15 +132,16 @@ async def dial(host: str, port: int, key: bytes, hello: dict[str, Any]) -> tuple
     return connection, their_hello
 
 
-async def accept(connection: socket.socket, key: bytes, hello: dict[str, Any]) -> dict[str, Any]:
-    """Let the dialer prove itself, then prove; returns its hello. Raises WireError, OSError or TimeoutError."""
+async def accept(connection: socket.socket, key: bytes, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+    """Let the dialer prove itself, then prove; returns its hello. `answer` makes what it is greeted with of that hello,
+    which is not proved yet. Raises WireError, OSError or TimeoutError."""
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(HANDSHAKE_S):
         prepare(connection)
         if await _read(connection, len(MAGIC)) != MAGIC:
             raise WireError("the connection does not speak this protocol")
         theirs, their_hello = await _read_hello(connection)
-        mine = _packed(hello) + secrets.token_bytes(NONCE_BYTES)
+        mine = _packed(answer(their_hello)) + secrets.token_bytes(NONCE_BYTES)
         await loop.sock_sendall(connection, mine)
         transcript = theirs + mine
         await _check_proof(connection, key, b"dialer", transcript)
@@ -137,6 +157,7 @@ def prepare(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNHEARD_MS)
 
 
 def _packed(hello: dict[str, Any]) -> bytes:

@@ -1,4 +1,4 @@
-"""The S3-compatible bucket that a run keeps copies of its snapshots in.
+"""The S3-compatible buckets that a run keeps copies of its snapshots in, and its checkpoints.
 
 Invariants: boto3 is imported where a bucket is opened and nowhere else; credentials come from boto3's own chain, never from the
 run; whatever goes wrong is an `ObjectStoreError` of one sentence, which says whether another try may go better.
@@ -8,16 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from typing import BinaryIO, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 from echo2.config_sections import DisseminationSection
 from echo2.errors import UserError
+
+if TYPE_CHECKING:
+    from boto3.s3.transfer import TransferConfig
 
 CONNECT_S = 5.0
 READ_S = 10.0
 TRIES = 3
 PART_BYTES = 8 * 1024 * 1024
 MOST_PARTS = 10_000
+MOST_READ_BYTES = 64 * 1024 * 1024
 REFUSED_CREDENTIALS = (401, 403)
 
 
@@ -37,27 +42,27 @@ class Readable(Protocol):
 
 
 class Bucket:
-    """One bucket, under the prefix of `dissemination.object_store`; may be used by several threads."""
+    """One bucket, under a prefix; may be used by several threads."""
 
-    def __init__(self, settings: DisseminationSection) -> None:
-        """Sends nothing. Raises UserError where no store is configured, boto3 is missing or its own settings are wrong."""
-        self.location = settings.object_store
-        if not self.location:
-            raise UserError(
-                "worker.snapshot_source = 'object_store' without a store: set dissemination.object_store=s3://BUCKET/PREFIX"
-            )
+    def __init__(
+        self, settings: DisseminationSection, location: str | None = None, setting: str = "dissemination.object_store"
+    ) -> None:
+        """The bucket at `location`, as the user wrote in `setting`, or else the one of `settings`. Sends nothing.
+
+        Raises UserError where boto3 is missing or its own settings are wrong.
+        """
+        self.location = settings.object_store if location is None else location
         self.concurrency = settings.object_store_concurrency
         self._name, _, prefix = self.location.removeprefix("s3://").partition("/")
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
-        self._where = settings.object_store_endpoint_url or "AWS"
+        self._subject = f"{setting} = {self.location!r} at {settings.object_store_endpoint_url or 'AWS'}"
         self._bytes_per_s = int(settings.uplink_bytes_per_s) or None
         try:
             import boto3
             from botocore.config import Config
         except ModuleNotFoundError:
             raise UserError(
-                f"dissemination.object_store = {self.location!r} needs boto3, which is not installed here: "
-                f"pip install 'echo2[store]'"
+                f"{setting} = {self.location!r} needs boto3, which is not installed here: pip install 'echo2[store]'"
             ) from None
         # Checksums beyond what the protocol asks for are unknown to many servers that speak it; chunks have digests already.
         options = Config(
@@ -75,20 +80,16 @@ class Bucket:
 
     def upload(self, key: str, content: Readable, total_bytes: int, metadata: Mapping[str, str]) -> None:
         """Put an object in place of a former one, in parts that travel side by side; it is there whole or not at all."""
-        from boto3.s3.transfer import TransferConfig
-
-        part_bytes = max(PART_BYTES, -(-total_bytes // MOST_PARTS))
-        transfer = TransferConfig(
-            multipart_threshold=part_bytes,
-            multipart_chunksize=part_bytes,
-            max_concurrency=self.concurrency,
-            max_bandwidth=self._bytes_per_s,
-            preferred_transfer_client="classic",
-        )
+        transfer = self._transfer(max(PART_BYTES, -(-total_bytes // MOST_PARTS)))
         with self._explained():
             self._client.upload_fileobj(
                 content, self._name, self._prefix + key, ExtraArgs={"Metadata": dict(metadata)}, Config=transfer
             )
+
+    def download(self, key: str, file: Path) -> None:
+        """Write an object into a new file, from ranges that travel side by side."""
+        with file.open("wb") as stream, self._explained():
+            self._client.download_fileobj(self._name, self._prefix + key, stream, Config=self._transfer(PART_BYTES))
 
     @contextmanager
     def opened(self, key: str, start: int, length: int) -> Iterator[tuple[Mapping[str, str], BinaryIO]]:
@@ -98,6 +99,11 @@ class Bucket:
             answer = self._client.get_object(Bucket=self._name, Key=self._prefix + key, Range=wanted)
             with closing(answer["Body"]) as body:
                 yield answer["Metadata"], body
+
+    def read(self, key: str) -> bytes:
+        """A small object, no more of it than `MOST_READ_BYTES`."""
+        with self.opened(key, 0, MOST_READ_BYTES) as (_, body):
+            return body.read()
 
     def keys(self, folder: str) -> list[str]:
         """Every key that begins with `folder`, without the prefix."""
@@ -118,6 +124,17 @@ class Bucket:
             for unfinished in [found for page in pages for found in page.get("Uploads", ())]:
                 self._client.abort_multipart_upload(Bucket=self._name, Key=unfinished["Key"], UploadId=unfinished["UploadId"])
 
+    def _transfer(self, part_bytes: int) -> TransferConfig:
+        from boto3.s3.transfer import TransferConfig
+
+        return TransferConfig(
+            multipart_threshold=part_bytes,
+            multipart_chunksize=part_bytes,
+            max_concurrency=self.concurrency,
+            max_bandwidth=self._bytes_per_s,
+            preferred_transfer_client="classic",
+        )
+
     @contextmanager
     def _explained(self) -> Iterator[None]:
         """Whatever boto3 raises becomes an ObjectStoreError."""
@@ -134,13 +151,13 @@ class Bucket:
         """What a server's refusal means."""
         code = str(answer.get("Error", {}).get("Code", "unknown"))
         status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        subject = f"dissemination.object_store = {self.location!r} at {self._where}"
+        subject = self._subject
         if code == "NoSuchBucket":
             return ObjectStoreError(f"{subject}: there is no bucket {self._name!r}; create it, or change the setting")
-        if code == "NoSuchKey":
-            return ObjectStoreError(f"{subject} does not hold the snapshot")
+        if code in ("NoSuchKey", "404"):
+            return ObjectStoreError(f"{subject} no longer holds what was put there")
         if code == "InvalidRange":
-            return ObjectStoreError(f"{subject} holds less of the snapshot than was put there")
+            return ObjectStoreError(f"{subject} holds less than was put there")
         if status in REFUSED_CREDENTIALS:
             return ObjectStoreError(
                 f"{subject} refuses this machine's credentials ({code}): check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
@@ -154,7 +171,7 @@ class Bucket:
         """What it means that no answer came, or that no request went."""
         from botocore import exceptions
 
-        subject = f"dissemination.object_store = {self.location!r} at {self._where}"
+        subject = self._subject
         if isinstance(error, exceptions.NoCredentialsError | exceptions.PartialCredentialsError):
             return ObjectStoreError(
                 f"{subject}: this machine has no credentials for it; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "

@@ -1,7 +1,8 @@
-"""How a payload lies in a bucket: its chunks one after the other, each encrypted, under a key that names the payload.
+"""How a payload lies in a bucket: its chunks one after the other, each encrypted, under a key that names the payload, and its
+manifest beside it.
 
-Invariants: every object has a salt of its own, kept with it as metadata, so that each range that is read of it can be opened by
-itself; nothing of the payload is readable without the run's token.
+Invariants: every payload has a salt of its own, kept with it as metadata, so that each range that is read of it can be opened
+by itself; nothing of the payload is readable without the run's token.
 """
 
 from __future__ import annotations
@@ -19,15 +20,24 @@ def run_folder(run_id: str) -> str:
     return f"{run_id}/"
 
 
+def catalog_key(run_id: str) -> str:
+    """Where the catalog of a run lies."""
+    return f"{run_folder(run_id)}catalog.json"
+
+
+def payload_key(run_id: str, version: int, payload_digest: str) -> str:
+    """Where a payload lies."""
+    return f"{run_folder(run_id)}{version}/{payload_digest}"
+
+
+def manifest_key(run_id: str, version: int, payload_digest: str) -> str:
+    """Where the manifest of a payload lies."""
+    return f"{payload_key(run_id, version, payload_digest)}.json"
+
+
 def object_key(manifest: Manifest) -> str:
-    """`run_id/version/payload_digest`."""
-    return f"{run_folder(manifest.run_id)}{manifest.version}/{manifest.payload_digest}"
-
-
-def version_of(key: str) -> int | None:
-    """The version in an object's key; None for what is no snapshot."""
-    parts = key.split("/")
-    return int(parts[-2]) if len(parts) == 3 and parts[-2].isdecimal() else None
+    """Where the payload lies that `manifest` describes."""
+    return payload_key(manifest.run_id, manifest.version, manifest.payload_digest)
 
 
 def sealed_total_bytes(manifest: Manifest) -> int:
