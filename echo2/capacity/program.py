@@ -122,10 +122,10 @@ class Program:
         if not self.columns:
             return Solution(None, math.inf, finished=True)
         rows, total = self._rows(), len(self.columns)
-        largest_load = self.limits.max_domain_share * self.most_groups_per_s
+        largest_load = self.limits.max_domain_share * self.most_groups_per_s + self.needed * TOLERANCE
         most = [min(column.most, largest_load // column.candidate.effective_groups_per_s) for column in self.columns]
         matrix = csc_array((rows.values, rows.places), shape=(len(rows.low), total))
-        # HiGHS's presolve was seen to call programs of two columns impossible, and others solved that were not.
+        # With presolve, HiGHS was seen to call programs impossible whose caps leave little room, and dearer plans the cheapest.
         found = milp(
             [column.usd_per_hour for column in self.columns],
             integrality=[1] * total,
@@ -136,7 +136,7 @@ class Program:
         if found.status == NO_SOLUTION:
             return Solution(None, math.inf, finished=True)
         counts = None if found.x is None else self._counts(found.x.tolist())
-        return Solution(counts, found.mip_dual_bound or 0.0, finished=found.status == SOLVED)
+        return Solution(counts, max(0.0, found.mip_dual_bound or 0.0), finished=found.status == SOLVED)
 
     def _counts(self, values: Sequence[float]) -> tuple[int, ...]:
         counts = [0] * len(self.candidates)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import re
 from dataclasses import replace
 
@@ -174,3 +175,14 @@ def test_where_no_single_change_is_enough_all_limits_are_dropped() -> None:
     (relaxation,) = plan.relaxations
     assert relaxation.name == "all limits together" and relaxation.selection.counts == (4,)
     assert math.isinf(relaxation.selection.limits.budget_usd_per_hour)
+
+
+def test_a_search_that_was_too_short_is_not_taken_for_a_proof_that_there_is_no_plan() -> None:
+    # Two clouds with half of the throughput each, at rates of which no multiples but far ones agree.
+    draw = random.Random(1)
+    offers = [candidate(draw.uniform(1, 2), 1.0, PLACES[3 * (n % 2)], kind=f"m{n}") for n in range(12)]
+    limits = Limits(max_domain_share=0.5, failure_domain="cloud")
+    plan = activate(offers, demanding(30.0), limits, time_limit_s=0.01)
+    assert plan.selection is None
+    assert "no choice among 12 offers was found in activation.time_limit_s = 0.01 to give 30 groups/s" in plan.obstacle
+    assert {refusal.reason for refusal in plan.refusals} == {"no plan was found in time"}
