@@ -122,14 +122,16 @@ class Program:
         if not self.columns:
             return Solution(None, math.inf, finished=True)
         rows, total = self._rows(), len(self.columns)
+        # With a cap the last column is the throughput, in which the rows of the domains are sparse.
+        shares = int(self.limits.caps_domains)
         largest_load = self.limits.max_domain_share * self.most_groups_per_s + self.needed * TOLERANCE
         most = [min(column.most, largest_load // column.candidate.effective_groups_per_s) for column in self.columns]
-        matrix = csc_array((rows.values, rows.places), shape=(len(rows.low), total))
-        # With presolve, HiGHS was seen to call programs impossible whose caps leave little room, and dearer plans the cheapest.
+        matrix = csc_array((rows.values, rows.places), shape=(len(rows.low), total + shares))
+        # With presolve, HiGHS was seen to call programs impossible whose cap leaves little room, and dearer plans the cheapest.
         found = milp(
-            [column.usd_per_hour for column in self.columns],
-            integrality=[1] * total,
-            bounds=Bounds(0.0, most),
+            [column.usd_per_hour for column in self.columns] + [0.0] * shares,
+            integrality=[1] * total + [0] * shares,
+            bounds=Bounds(0.0, most + [self.most_groups_per_s / self.needed] * shares),
             constraints=LinearConstraint(matrix, rows.low, rows.high),
             options={"time_limit": time_limit_s, "mip_rel_gap": 0.0, "presolve": False},
         )
@@ -140,7 +142,7 @@ class Program:
 
     def _counts(self, values: Sequence[float]) -> tuple[int, ...]:
         counts = [0] * len(self.candidates)
-        for column, value in zip(self.columns, values, strict=True):
+        for column, value in zip(self.columns, values, strict=False):
             counts[column.index] += round(value)
         return tuple(counts)
 
@@ -150,12 +152,13 @@ class Program:
         offers = [column.candidate.offer for column in self.columns]
         rows.add(enumerate(rates), 1.0 - ROUNDING, math.inf)
         if limits.caps_domains:
-            domains = [offer.domain(limits.failure_domain) for offer in offers]
-            for domain in dict.fromkeys(domains):
-                within = [
-                    rate * ((other == domain) - limits.max_domain_share) for rate, other in zip(rates, domains, strict=True)
-                ]
-                rows.add(enumerate(within), -math.inf, ROUNDING)
+            throughput = len(self.columns)
+            rows.add([*enumerate(rates), (throughput, -1.0)], 0.0, 0.0)
+            domains: dict[str, list[tuple[int, float]]] = defaultdict(list)
+            for place, offer in enumerate(offers):
+                domains[offer.domain(limits.failure_domain)].append((place, rates[place]))
+            for entries in domains.values():
+                rows.add([*entries, (throughput, -limits.max_domain_share)], -math.inf, ROUNDING)
         if limits.min_on_demand_share:
             on_demand = [(place, rates[place]) for place, offer in enumerate(offers) if not offer.spot]
             rows.add(on_demand, limits.min_on_demand_share - ROUNDING, math.inf)
