@@ -150,8 +150,10 @@ def _why_chosen(selection: Selection, candidate: Candidate, count: int, demand: 
 
 
 def _why_refused(selection: Selection, candidate: Candidate, demand: Demand) -> Refusal:
-    """The first reason that holds: dearer, not worth a start, a limit, or its size."""
+    """The first reason that holds: not to be had, dearer, not worth a start, a limit, or its size."""
     offer, limits = candidate.offer, selection.limits
+    if not candidate.launchable and not candidate.running:
+        return Refusal(offer, "not to be had", "no machine of it can be launched now")
     usd, dearest = candidate.usd_per_group(), max(c.usd_per_group() for c, _ in selection.chosen)
     shown, bar = (number(demand.usd_per_1000_rollouts(each)) for each in (usd, dearest))
     if usd >= dearest:

@@ -11,7 +11,7 @@ hours over which a start counts, R the needed throughput, Q quotas, budget M, sh
     Σ_{i on demand} νᵢ·nᵢ ≥ f · R                        on-demand floor
     Σ_{i in q} aᵢ·nᵢ ≤ Q_q                               every quota q
     Σ cᵢ·nᵢ ≤ M                                          budget
-    0 ≤ keptᵢ ≤ rᵢ,  newᵢ ≥ 0,  all whole
+    0 ≤ keptᵢ ≤ rᵢ,  newᵢ ≥ 0,  all whole               newᵢ = 0 where none can be launched
 
 HiGHS solves it by branch and bound, to a gap of 0 if time allows.
 
@@ -174,6 +174,8 @@ class Program:
         """Columns of new machines, without those that the module's argument leaves out."""
         alike: dict[tuple[object, ...], list[_Column]] = defaultdict(list)
         for index, candidate in enumerate(self.candidates):
+            if not candidate.launchable:
+                continue
             offer, usd = candidate.offer, candidate.usd_per_hour + self.limits.start_usd_per_hour(candidate)
             quotas = tuple(offer.accelerators if quota.covers(offer) else 0 for quota in self.limits.quotas)
             key = (candidate.effective_groups_per_s, offer.spot and self.limits.min_on_demand_share > 0, quotas)

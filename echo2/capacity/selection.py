@@ -85,6 +85,8 @@ class Selection:
             broken.append(f"share of one {limits.failure_domain}")
         if self.on_demand_groups_per_s < limits.min_on_demand_share * needed_groups_per_s * (1 - TOLERANCE):
             broken.append("on-demand share")
+        if any(n > c.running and not c.launchable for c, n in self.chosen):
+            broken.append("launches")
         return broken
 
 
@@ -147,7 +149,8 @@ def _prices(candidate: Candidate, limits: Limits) -> Iterator[tuple[float, float
     """Cost per group of a machine that is kept and of one that is launched, each with the count up to which it holds."""
     if candidate.running:
         yield candidate.usd_per_group(), candidate.running
-    yield candidate.usd_per_group(limits.start_usd_per_hour(candidate)), math.inf
+    if candidate.launchable:
+        yield candidate.usd_per_group(limits.start_usd_per_hour(candidate)), math.inf
 
 
 def obstacles(selection: Selection, candidate: Candidate, needed_groups_per_s: float) -> list[str]:

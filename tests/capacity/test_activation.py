@@ -112,6 +112,13 @@ def nearer(relaxation, limits: Limits) -> Limits:
     return replace(changed, min_on_demand_share=min(changed.min_on_demand_share + 0.01, limits.min_on_demand_share))
 
 
+def test_what_is_not_to_be_had_is_refused_and_what_runs_of_it_is_kept() -> None:
+    cheap, dear = replace(candidate(1.0, 1.0), launchable=False), candidate(1.0, 2.0, PLACES[3], kind="dear")
+    (refusal,) = activate([cheap, dear], demanding(2.0), Limits()).refusals
+    assert (refusal.offer, refusal.reason) == (cheap.offer, "not to be had")
+    assert activate([replace(cheap, running=1), dear], demanding(2.0), Limits()).selection.counts == (1, 1)
+
+
 def test_the_margin_is_rented_too_and_the_choice_says_what_it_costs() -> None:
     plan = activate([candidate(1.0, 3.6, running=2)], DEMAND, Limits())
     (choice,) = plan.choices

@@ -36,6 +36,19 @@ def test_the_exact_selection_is_the_cheapest_of_all(market) -> None:
 
 
 @seeded
+@given(markets(most=3), st.lists(st.booleans(), min_size=3, max_size=3))
+def test_machines_that_cannot_be_launched_are_kept_at_most(market, launchable) -> None:
+    candidates, need, limits = market
+    candidates = [replace(c, launchable=each) for c, each in zip(candidates, launchable, strict=False)]
+    for choose in (select, select_greedily):
+        found = choose(candidates, need, limits)
+        if found is not None:
+            assert all(n <= c.running or c.launchable for c, n in found.chosen)
+    least, found = cheapest_by_trying(candidates, need, limits), select(candidates, need, limits)
+    assert (found is None or found.cost_usd_per_hour <= least * (1 + 1e-6)) and (found is not None or least == math.inf)
+
+
+@seeded
 @given(markets(most=8))
 def test_the_greedy_selection_keeps_to_the_limits_and_never_beats_the_exact_one(market) -> None:
     candidates, need, limits = market
