@@ -60,6 +60,10 @@ class RelaxationSearch:
         """Every single change that allows a plan; all of them together where no single one does, so long as there is any."""
         return tuple(self._alone()) or tuple(self._together())
 
+    def most(self) -> Selection | None:
+        """The cheapest plan or, where none keeps to the limits, the cheapest for the most hundredths of the throughput."""
+        return self._select(self.limits) or next((relaxation.selection for relaxation in self._need()), None)
+
     def _alone(self) -> Iterator[Relaxation]:
         """One limit at a time."""
         yield from (*self._budget(), *self._quotas(), *self._cap(), *self._floor(), *self._staleness(), *self._need())
