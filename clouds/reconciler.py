@@ -7,8 +7,8 @@ taken instead.
 
 **Plan.** The plan stands until it cannot be kept to: the demand or a limit changed, or it asks for a launch from an offer
 that is blocked. Then the cheapest plan takes its place at once. It also gives way to one that costs less by `least_saving`,
-starts included, but not sooner than `change_interval_s` after the last change. Where nothing keeps to the limits, the most
-throughput that does is planned, and the learner waits for the rest.
+starts included, which is looked for every `change_interval_s`. Where nothing keeps to the limits, as much throughput as does is
+planned, the learner waits for the rest, and more is looked for as often and whenever an offer is blocked no more.
 
 **Setbacks.** A machine that is gone without having been told to go, or that is not ready in `start_timeout_s`, is a setback of
 its offer, be it a preemption or a launch that failed. The n-th in a row blocks launches from the offer for
@@ -42,7 +42,7 @@ class Pace:
     least_saving: float = 0.1
     """Share of a plan's cost that another one must save to take its place."""
     change_interval_s: float = 600.0
-    """Shortest time between two plans of which the second is only cheaper."""
+    """How long a plan that can be kept to stands before a cheaper one is looked for."""
     settled_s: float = 600.0
     """Age at which a machine has shown that its offer can be had, and may be given up because others are enough."""
     first_block_s: float = 60.0
@@ -96,12 +96,26 @@ class Memory:
 
     plan: Mapping[str, int] = field(default_factory=dict)
     """Machines by the offer's name."""
-    changed_at_s: float = -math.inf
-    """When the plan last gave way to another."""
+    goal_groups_per_s: float = 0.0
+    """What the plan was made to give: what was needed, or as much of it as could be had."""
+    asked_groups_per_s: float = 0.0
+    """What was needed when a plan was last looked for."""
+    searched_at_s: float = -math.inf
+    """When that was."""
     setbacks: Mapping[str, Setback] = field(default_factory=dict)
     """By the offer's name."""
     expected: Mapping[str, str] = field(default_factory=dict)
     """Machines that should be there next time, and their offers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan, and the circumstances; see `Memory`."""
+
+    selection: Selection
+    goal_groups_per_s: float
+    asked_groups_per_s: float
+    searched_at_s: float
 
 
 def reconcile(
@@ -124,14 +138,15 @@ def reconcile(
     running = Counter(machine.offer.name for machine in alive)
     blocked = {offer for offer, setback in setbacks.items() if now_s < setback.blocked_until_s}
     known = [replace(c, running=running[c.offer.name], launchable=c.offer.name not in blocked) for c in candidates]
-    plan, changed_at_s = _choose_plan(memory, known, demand, limits, now_s, pace)
-    needed_groups_per_s = min(demand.needed_groups_per_s, plan.groups_per_s)
+    planned = _choose_plan(memory, known, demand, limits, now_s, pace)
+    plan, needed_groups_per_s = planned.selection, min(demand.needed_groups_per_s, planned.goal_groups_per_s)
     room = _Room(limits, {c.offer.name: c for c in known})
     launches, cramped = _launches(plan, room, machines, alive, pace)
     given_up = _given_up(plan, room, machines, alive, cramped, needed_groups_per_s, now_s, pace)
     actions = launches + [_fate(machine, machine.name in late, given_up, now_s, pace) for machine in machines]
     expected = {action.name: action.offer.name for action in actions if action.kind in ("launch", "keep")}
-    return Memory(_counts(plan), changed_at_s, setbacks, expected), actions
+    goal, asked = planned.goal_groups_per_s, planned.asked_groups_per_s
+    return Memory(_counts(plan), goal, asked, planned.searched_at_s, setbacks, expected), actions
 
 
 def _setbacks(memory: Memory, machines: Sequence[Machine], late: set[str], now_s: float, pace: Pace) -> dict[str, Setback]:
@@ -151,20 +166,23 @@ def _setbacks(memory: Memory, machines: Sequence[Machine], late: set[str], now_s
 
 def _choose_plan(
     memory: Memory, candidates: Sequence[Candidate], demand: Demand, limits: Limits, now_s: float, pace: Pace
-) -> tuple[Selection, float]:
-    """The plan, and when it last changed."""
+) -> Planned:
+    """The standing plan, or another that has reason to take its place."""
+    needed = demand.needed_groups_per_s
     fresh = tuple(candidate for candidate in candidates if is_fresh(candidate, demand.fresh_s))
     standing = Selection(fresh, tuple(memory.plan.get(candidate.offer.name, 0) for candidate in fresh), limits)
-    stands = _counts(standing) == memory.plan and not standing.violations(demand.needed_groups_per_s)
-    if stands and now_s - memory.changed_at_s < pace.change_interval_s:
-        return standing, memory.changed_at_s
-    search = RelaxationSearch(
-        candidates, demand.learner_step_s, demand.slack_steps, demand.needed_groups_per_s, limits, SEARCH_S
-    )
-    found = search.most() or Selection((), (), limits)
-    if stands and found.cost_usd_per_hour > standing.cost_usd_per_hour * (1 - pace.least_saving):
-        return standing, memory.changed_at_s
-    return found, memory.changed_at_s if _counts(found) == memory.plan else now_s
+    stands = _counts(standing) == memory.plan and not standing.violations(memory.goal_groups_per_s)
+    short = memory.goal_groups_per_s < min(needed, memory.asked_groups_per_s)
+    unblocked = any(memory.searched_at_s < setback.blocked_until_s <= now_s for setback in memory.setbacks.values())
+    urgent = not stands or needed > memory.asked_groups_per_s or (short and unblocked)
+    if not urgent and now_s - memory.searched_at_s < pace.change_interval_s:
+        return Planned(standing, memory.goal_groups_per_s, memory.asked_groups_per_s, memory.searched_at_s)
+    search = RelaxationSearch(candidates, demand.learner_step_s, demand.slack_steps, needed, limits, SEARCH_S)
+    found, goal = search.most() or (Selection((), (), limits), 0.0)
+    no_more = goal <= memory.goal_groups_per_s * (1 + TOLERANCE)
+    if stands and no_more and found.cost_usd_per_hour > standing.cost_usd_per_hour * (1 - pace.least_saving):
+        return Planned(standing, memory.goal_groups_per_s, needed, now_s)
+    return Planned(found, goal, needed, now_s)
 
 
 def _counts(plan: Selection) -> dict[str, int]:

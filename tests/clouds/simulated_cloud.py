@@ -37,6 +37,8 @@ class SimulatedCloud:
         """When, and of which offer."""
         self.fails: Callable[[Offer], bool] = lambda offer: False
         """Whether a launch of this offer fails now."""
+        self.hangs: Callable[[Offer], bool] = lambda offer: False
+        """Whether its machines never become ready."""
 
     def tick(self) -> list[Action]:
         """One reconciliation, and what comes of it until the next."""
@@ -80,7 +82,7 @@ class SimulatedCloud:
 
     def _aged(self, machine: Machine) -> Machine:
         start_up_s = next(c.start_up_s for c in self.candidates if c.offer.name == machine.offer.name)
-        if machine.phase == "launching" and self.now_s - machine.launched_at_s >= start_up_s:
+        if machine.phase == "launching" and not self.hangs(machine.offer) and self.now_s - machine.launched_at_s >= start_up_s:
             return replace(machine, phase="ready")
         if machine.phase == "draining" and self.now_s - machine.draining_since_s >= DRAIN_S:
             return replace(machine, phase="done")
