@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -205,6 +207,12 @@ def test_a_launch_that_never_gets_ready_is_stopped_and_counts_as_a_setback() -> 
     (stop,) = [action for action in actions if action.kind == "stop"]
     assert stop.sentence == "it was not ready in 900 s" and stop.offer == CHEAP.offer
     assert cloud.ready() == 1.0 and cloud.memory.setbacks[CHEAP.offer.name].in_a_row == 1
+
+
+def test_the_page_on_activation_lists_every_figure_of_the_pace() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "activation.md").read_text(encoding="utf-8")
+    table = page[page.index("\n| rule") :].split("\n\n")[0]
+    assert sorted(re.findall(r"\| `(\w+)` \|$", table, re.MULTILINE)) == sorted(each.name for each in fields(Pace))
 
 
 def test_a_machine_that_does_not_drain_is_stopped() -> None:
