@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from benchmarks.conversation import Conversation
 from benchmarks.wan import Host, Wan
 from echo2.dissemination.broadcast.plan import Origin, Receiver, fluid_bound_s
 
@@ -79,17 +79,15 @@ class Fleet:
         source: Host,
         workers: Sequence[Host],
         unreachable: Sequence[int] = (),
-        chunk_bytes: int = 128 * 1024,
         network: Loopback | None = None,
         cap_bytes_per_s: float = 0.0,
     ) -> None:
         """`unreachable` counts workers from 1; without a `network` the hosts' links are emulated; 0 is no cap."""
         self._cap_bytes_per_s = cap_bytes_per_s
         self.source, self.workers = source, tuple(workers)
-        self.chunk_bytes = chunk_bytes
         self._network: Wan | Loopback = network or Wan([source, *workers])
         self._unreachable = set(unreachable)
-        self._nodes: dict[int, subprocess.Popen[bytes]] = {}
+        self._nodes: dict[int, Conversation] = {}
         self._version = 0
 
     def __enter__(self) -> Fleet:
@@ -109,16 +107,16 @@ class Fleet:
         self._version += 1
         if self._version <= ROOMS_HELD:
             for number in self._nodes.keys() - {0}:
-                self._ask(number, room=total_bytes)
-        self._ask(0, version=self._version, bytes=total_bytes, chunk_bytes=self.chunk_bytes)
+                self._nodes[number].ask(room=total_bytes)
+        self._nodes[0].ask(version=self._version, bytes=total_bytes)
         busy_s, began_s = _machine_busy_s(), time.monotonic()
-        self._tell(0, go=True)
+        self._nodes[0].tell(go=True)
         dead = meanwhile()
-        told = self._hear(0)
+        told = self._nodes[0].hear()
         busy = (_machine_busy_s() - busy_s) / (time.monotonic() - began_s)
         for worker in dead:
             self._nodes.pop(worker)
-        reports = {number: self._hear(number) for number in self._nodes if number}
+        reports = {number: self._nodes[number].hear() for number in self._nodes if number}
         assert all(report["version"] == self._version and report["bytes"] == total_bytes for report in reports.values())
         forwarded = sum(report["forwarded_bytes"] for report in reports.values())
         checks_s = sum(report["checks_cpu_s"] for report in reports.values())
@@ -144,41 +142,23 @@ class Fleet:
 
     def kill(self, worker: int) -> None:
         """kill -9."""
-        self._nodes[worker].kill()
+        self._nodes[worker].process.kill()
 
     def _start(self) -> None:
         self._node(0, "source", self._network.address(0), str(self._cap_bytes_per_s))
-        self._hear(0)
+        self._nodes[0].hear()
         for number in range(1, len(self.workers) + 1):
             serving = "unreachable" if number in self._unreachable else "serving"
             self._node(number, "worker", str(number), self._network.address(0), self._network.address(number), serving)
-        self._ask(0, workers=len(self.workers))
+        self._nodes[0].ask(workers=len(self.workers))
         for number in range(1, len(self.workers) + 1):
             count = len(self.workers) - 1
-            self._ask(number, peers=count - len(self._unreachable - {number}) if number in self._unreachable else count)
+            self._nodes[number].ask(peers=count - len(self._unreachable - {number}) if number in self._unreachable else count)
 
     def _node(self, host: int, *arguments: str) -> None:
         command = [sys.executable, "-m", "benchmarks.broadcast_node", *arguments]
-        self._nodes[host] = self._network.spawn(host, command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-
-    def _ask(self, host: int, **fields: Any) -> dict[str, Any]:
-        self._tell(host, **fields)
-        return self._hear(host)
-
-    def _tell(self, host: int, **fields: Any) -> None:
-        stdin = self._nodes[host].stdin
-        assert stdin is not None
-        stdin.write(json.dumps(fields).encode() + b"\n")
-        stdin.flush()
-
-    def _hear(self, host: int) -> dict[str, Any]:
-        stdout = self._nodes[host].stdout
-        assert stdout is not None
-        line = stdout.readline()
-        if not line:
-            raise RuntimeError(f"host {host} of the benchmark died: its error is above")
-        heard: dict[str, Any] = json.loads(line)
-        return heard
+        process = self._network.spawn(host, command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._nodes[host] = Conversation(process)
 
 
 def _machine_busy_s() -> float:

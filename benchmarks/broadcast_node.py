@@ -17,6 +17,7 @@ from typing import Any
 from echo2.dissemination.broadcast.cipher import ChunkCipher
 from echo2.dissemination.broadcast.peer import Peer
 from echo2.dissemination.broadcast.reception import Rooms
+from echo2.dissemination.broadcast.record import BroadcastRecord, chunk_bytes_after
 from echo2.dissemination.broadcast.source import Source
 from echo2.dissemination.manifest import describe, sign, signing_key
 from echo2.dissemination.pacing import Pacer
@@ -32,11 +33,12 @@ def say(**fields: Any) -> None:
 
 
 def source(address: str, cap_bytes_per_s: float) -> None:
-    """Lines in: {"version", "bytes", "chunk_bytes"}; out: when the broadcast begins, and its record at the end."""
+    """Lines in: {"version", "bytes"}; out: when the broadcast begins, and its record at the end."""
     server = Source(RUN_ID, TOKEN, host=address, port=PORT, pacer=Pacer(cap_bytes_per_s) if cap_bytes_per_s else None)
     server.start()
     say(ready=True)
     payloads = []
+    record: BroadcastRecord | None = None
     for line in sys.stdin:
         command = json.loads(line)
         if "workers" in command:
@@ -46,7 +48,9 @@ def source(address: str, cap_bytes_per_s: float) -> None:
             continue
         payload = os.urandom(command["bytes"])
         payloads.append(payload)
-        manifest = sign(describe(payload, RUN_ID, command["version"], command["chunk_bytes"]), signing_key(TOKEN))
+        manifest = sign(
+            describe(payload, RUN_ID, command["version"], chunk_bytes_after(record, len(payload))), signing_key(TOKEN)
+        )
         say(prepared=True)
         sys.stdin.readline()
         cpu_s, start_s = time.process_time(), time.monotonic()
@@ -77,7 +81,7 @@ class Checks:
             self._open_into(cipher, chunk, sealed, payload)
             self.cpu_s += time.thread_time() - start_s
 
-        ChunkCipher.open_into = measured  # type: ignore[method-assign]
+        ChunkCipher.open_into = measured  # type: ignore[method-assign, assignment]
 
 
 class Memory:
@@ -88,6 +92,7 @@ class Memory:
     """
 
     def __init__(self) -> None:
+        self.cpu_s = 0.0
         self._rooms: list[memoryview] = []
         self._take = Rooms.take
 
@@ -95,25 +100,35 @@ class Memory:
         def taken(rooms: Rooms, total_bytes: int) -> memoryview:
             return self._rooms.pop() if self._rooms else self._take(rooms, total_bytes)
 
-        Rooms.take = taken  # type: ignore[method-assign]
+        Rooms.take = taken  # type: ignore[method-assign, assignment]
 
     def prepare(self, total_bytes: int) -> None:
+        start_s = time.thread_time()
         room = self._take(Rooms(), total_bytes)
         room[:: mmap.PAGESIZE] = bytes(-(-total_bytes // mmap.PAGESIZE))
         self._rooms.append(room)
+        self.cpu_s += time.thread_time() - start_s
 
 
 def worker(number: int, source_address: str, own_address: str, serving: bool) -> None:
     """Lines in: {"peers"} waits for that many connections, {"room"} has memory for a snapshot at hand; out: each snapshot as it
     is whole."""
-    where = {"host": own_address, "port": PORT, "advertised_host": own_address}
-    peer = Peer(RUN_ID, TOKEN, f"w{number}", (source_address, PORT), serving=serving, **where)
+    peer = Peer(
+        RUN_ID,
+        TOKEN,
+        f"w{number}",
+        (source_address, PORT),
+        host=own_address,
+        port=PORT,
+        advertised_host=own_address,
+        serving=serving,
+    )
     checks = Checks()
     checks.install()
     memory = Memory()
     memory.install()
     peer.start()
-    threading.Thread(target=tell_deliveries, args=(peer, checks), daemon=True).start()
+    threading.Thread(target=tell_deliveries, args=(peer, checks, memory), daemon=True).start()
     for line in sys.stdin:
         command = json.loads(line)
         if "room" in command:
@@ -123,13 +138,13 @@ def worker(number: int, source_address: str, own_address: str, serving: bool) ->
         say(peers=peer.peers)
 
 
-def tell_deliveries(peer: Peer, checks: Checks) -> None:
+def tell_deliveries(peer: Peer, checks: Checks, memory: Memory) -> None:
     cpu_s = forwarded = duplicates = checks_s = 0.0
     while True:
         delivery = peer.wait(PROMPT_S)
         done_s = time.monotonic()
         time.sleep(0.5)
-        now = time.process_time(), peer.forwarded_bytes, peer.duplicate_bytes, checks.cpu_s
+        now = time.process_time() - memory.cpu_s, peer.forwarded_bytes, peer.duplicate_bytes, checks.cpu_s
         say(
             version=delivery.manifest.version,
             done_s=done_s,

@@ -76,17 +76,5 @@ def main() -> None:
     sys.stdin.readline()
 
 
-def make_torrent(file: str, torrent: str, piece_bytes: int) -> None:
-    storage = libtorrent.file_storage()
-    libtorrent.add_files(storage, file)
-    made = libtorrent.create_torrent(storage, piece_bytes, libtorrent.create_torrent.v1_only)
-    libtorrent.set_piece_hashes(made, file.rsplit("/", 1)[0])
-    with open(torrent, "wb") as out:  # noqa: PTH123 - this file runs in another environment
-        out.write(libtorrent.bencode(made.generate()))
-
-
 if __name__ == "__main__":
-    if sys.argv[1] == "make":
-        make_torrent(sys.argv[2], sys.argv[3], int(sys.argv[4]))
-    else:
-        main()
+    main()

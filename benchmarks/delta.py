@@ -95,7 +95,7 @@ def pairs(scale: Scale) -> Iterator[Pair]:
 def ways(pair: Pair, tries: int) -> dict[str, Result]:
     """Every way of sending the pair, each proved to arrive bit for bit."""
     base, target = pair.base, pair.target
-    base_digest, target_digest = blake3(base).hexdigest(), blake3(target).hexdigest()
+    target_digest = blake3(target).hexdigest()
     compress = ZstdCompressor(level=1).compress
 
     def inflate(pieces: list[bytes], held: bytes | None = None) -> memoryview:
@@ -108,12 +108,7 @@ def ways(pair: Pair, tries: int) -> dict[str, Result]:
         return content.data
 
     return {
-        "delta": _measure(
-            lambda: list(encode_delta(base, target, base_digest=base_digest, target_digest=target_digest)),
-            lambda pieces: apply_delta(base, pieces, target_digest, base_digest=base_digest),
-            target,
-            tries,
-        ),
+        "delta": delta_of(pair, tries),
         "XOR + zstd-1": _measure(
             lambda: [compress(_words(base) ^ _words(target))],
             lambda pieces: inflate(pieces, base),
@@ -124,8 +119,21 @@ def ways(pair: Pair, tries: int) -> dict[str, Result]:
     }
 
 
-def _start(scale: Scale) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    config = Qwen2Config(
+def delta_of(pair: Pair, tries: int) -> Result:
+    """ECHO-2's delta of the pair, proved to arrive bit for bit."""
+    base, target = pair.base, pair.target
+    base_digest, target_digest = blake3(base).hexdigest(), blake3(target).hexdigest()
+    return _measure(
+        lambda: list(encode_delta(base, target, base_digest=base_digest, target_digest=target_digest)),
+        lambda pieces: apply_delta(base, pieces, target_digest, base_digest=base_digest),
+        target,
+        tries,
+    )
+
+
+def model_of(scale: Scale) -> Qwen2Config:
+    """The model whose weights are measured."""
+    return Qwen2Config(
         vocab_size=scale.vocabulary,
         hidden_size=scale.hidden,
         intermediate_size=4 * scale.hidden,
@@ -134,7 +142,10 @@ def _start(scale: Scale) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         num_key_value_heads=scale.hidden // 64,
         tie_word_embeddings=True,
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def _start(scale: Scale) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = AutoModelForCausalLM.from_config(model_of(scale), dtype=torch.float32)
     settings = LearnerSection()
     betas = (settings.beta1, settings.beta2)
     return model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=betas, weight_decay=settings.weight_decay)
@@ -171,6 +182,15 @@ def _words(content: bytes) -> np.ndarray:
     return np.frombuffer(content, np.uint16)
 
 
+def figures_of(worst: Result) -> dict[str, float]:
+    """What a delta costs where it is dearest: after the first step from fresh weights."""
+    return {
+        "delta_share_of_full": worst.share_of_full,
+        "delta_encode_gb_per_s": worst.encode_gb_per_s,
+        "delta_decode_gb_per_s": worst.decode_gb_per_s,
+    }
+
+
 def measure(scale: Scale) -> dict[str, float]:
     """All figures; prints the table as it goes."""
     results = {}
@@ -185,10 +205,7 @@ def measure(scale: Scale) -> dict[str, float]:
                 flush=True,
             )
     worst, usual = results["fresh", 1, "delta"], results["steady", 1, "delta"]
-    return {
-        "delta_share_of_full": worst.share_of_full,
-        "delta_encode_gb_per_s": worst.encode_gb_per_s,
-        "delta_decode_gb_per_s": worst.decode_gb_per_s,
+    return figures_of(worst) | {
         "delta_steady_share_of_full": usual.share_of_full,
         "delta_steady_encode_gb_per_s": usual.encode_gb_per_s,
         "delta_steady_decode_gb_per_s": usual.decode_gb_per_s,

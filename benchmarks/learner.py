@@ -30,14 +30,14 @@ import subprocess
 import sys
 import tempfile
 import time
-import venv
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peer_environment import peer_python
+
 PEER = "trl-1.16.0"
-PEER_FOLDER = Path("~/.cache/echo2/peers").expanduser()
 MEMBERS = 8
 PEER_ROWS = 8
 SIDES = ("packed", "padded", "trl")
@@ -156,24 +156,9 @@ def peak_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-def peer_python() -> str | None:
-    """The interpreter of TRL's environment, which is made if it is not there; None, and said so, where it cannot be."""
-    folder = PEER_FOLDER / PEER
-    program, complete = folder / "bin" / "python", folder / "complete"
-    if not complete.exists():
-        print(f"making {folder} …", flush=True)
-        venv.create(folder, with_pip=True, clear=True)
-        needs = [
-            PEER.replace("-", "=="),
-            f"transformers=={version('transformers')}",
-            f"torch=={version('torch').split('+')[0]}",
-        ]
-        done = subprocess.run([program, "-m", "pip", "install", "--quiet", *needs], capture_output=True, text=True)
-        if done.returncode:
-            print(f"no peer: TRL cannot be installed, so its figures are left out ({done.stderr.strip().splitlines()[-1]})")
-            return None
-        complete.touch()
-    return str(program)
+def peer_needs() -> list[str]:
+    """What this side runs on too."""
+    return [f"transformers=={version('transformers')}", f"torch=={version('torch').split('+')[0]}"]
 
 
 def run_side(side: str, folder: Path, peer: str | None) -> dict[str, Any]:
@@ -238,7 +223,7 @@ def main() -> None:
     if chosen.side:
         print(json.dumps(train(chosen.folder, packing=chosen.side == "packed")))
         return
-    figures = measure(chosen.quick, chosen.peer_python or peer_python())
+    figures = measure(chosen.quick, chosen.peer_python or peer_python(PEER, peer_needs()))
     if chosen.json:
         chosen.json.write_text(json.dumps({"figures": figures}, indent=2) + "\n", encoding="utf-8")
 

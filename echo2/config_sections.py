@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from echo2.config_base import S3_LOCATION, NonNegativeInt, Section
 
@@ -225,8 +225,8 @@ class FleetSection(Section):
 class DisseminationSection(Section):
     """How snapshots reach the workers."""
 
-    chunk_bytes: Annotated[int, Field(ge=1024, le=64 * 1024 * 1024)] = 256 * 1024
-    """Size of the pieces that are sent and checked one by one."""
+    chunk_bytes: Annotated[int, Field(ge=0, le=64 * 1024 * 1024)] = 0
+    """Size of the pieces that are sent and checked one by one; 0 for what fits the uplinks of the last broadcast."""
     peers: bool = True
     """Workers pass snapshots on to each other, over sockets of their own; False has each of them fetch from the hub."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
@@ -247,6 +247,13 @@ class DisseminationSection(Section):
     """Parts or ranges of one snapshot that travel to or from the bucket at the same time."""
     object_store_anchor_interval: PositiveInt = 8
     """After so many versions as deltas one is copied to the bucket in full as well, or sooner if they come to as many bytes."""
+
+    @field_validator("chunk_bytes")
+    @classmethod
+    def _not_mere_headers(cls, chunk_bytes: int) -> int:
+        if 0 < chunk_bytes < 1024:
+            raise ValueError(f"chunks of {chunk_bytes} bytes are mostly headers: choose 1024 or more, or 0 for what fits")
+        return chunk_bytes
 
     @model_validator(mode="after")
     def _object_store_can_be(self) -> Self:

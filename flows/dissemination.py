@@ -18,7 +18,7 @@ from prefect.futures import PrefectConcurrentFuture
 
 from echo2.config import Config
 from echo2.config_sections import DisseminationSection
-from echo2.dissemination.broadcast.record import BroadcastRecord
+from echo2.dissemination.broadcast.record import BroadcastRecord, chunk_bytes_after
 from echo2.dissemination.object_store.bucket import Bucket
 from echo2.dissemination.object_store.mirror import Mirror
 from echo2.dissemination.store import Published, SnapshotStore
@@ -47,18 +47,20 @@ class Publisher:
         self._settings = settings
         self._former: Published | None = None
         self._sizes: dict[str, float] = {}
-        self._arrivals: dict[str, float] = {}
+        self._record: BroadcastRecord | None = None
 
     @property
     def metrics(self) -> dict[str, float]:
         """Bytes of the last version, in full and as a delta, and when the last broadcast that ended reached the workers."""
-        return self._sizes | self._arrivals
+        return self._sizes | (self._record.metrics if self._record else {})
 
     def publish(self, exported: Export) -> None:
         """Raises SnapshotError for weights that are none."""
         base = self._former if self._settings.deltas else None
         mirror = self._mirror.put if self._mirror else None
-        published = self._store.publish(exported.version, exported.payload(), self._settings.chunk_bytes, base, mirror)
+        payload = exported.payload()
+        chunk_bytes = self._settings.chunk_bytes or chunk_bytes_after(self._record, len(payload))
+        published = self._store.publish(exported.version, payload, chunk_bytes, base, mirror)
         self._former = published
         self._sizes = {"dissemination/full_bytes": float(published.manifest.total_bytes)}
         if published.delta:
@@ -73,7 +75,7 @@ class Publisher:
 
     def arrived(self, record: BroadcastRecord | None) -> None:
         """Take note of a broadcast that reached its workers."""
-        self._arrivals = record.metrics if record else {}
+        self._record = record
 
 
 def _mirror(config: Config, run_id: str, token: str, hub: HubClient) -> Mirror | None:

@@ -74,9 +74,8 @@ def publish():
 
     def put(run, client, version, payload=None):
         store = SnapshotStore(run.snapshots, run.run_id, run.token)
-        store.publish(
-            version, payload or f"weights of version {version} ".encode() * 1000, run.config.dissemination.chunk_bytes
-        )
+        payload = payload or f"weights of version {version} ".encode() * 1000
+        store.publish(version, payload, run.config.dissemination.chunk_bytes or 256 * 1024)
         return client.announce(version)
 
     return put

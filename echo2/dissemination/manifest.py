@@ -19,6 +19,9 @@ from echo2.errors import SnapshotError
 
 Content = bytes | bytearray | memoryview
 
+CHUNKS = 1000
+"""How many a payload is cut into where their size is not given and nothing else limits it."""
+LEAST_CHUNK_BYTES, CHUNK_STEP_BYTES = 16 * 1024, 4 * 1024
 KEY_CONTEXT = "echo2 2026-11 snapshot manifest signature"
 
 
@@ -93,6 +96,16 @@ class Manifest(BaseModel):
 ROUTE: TypeAdapter[tuple[Manifest, ...]] = TypeAdapter(tuple[Manifest, ...])
 
 
+def fitting_chunk_bytes(total_bytes: int, most_bytes: int) -> int:
+    """Size of the chunks for a payload: a thousandth of it, at least 16 KiB, and never more than `most_bytes`.
+
+    A worker passes each chunk on to N − 1 others, and the last of these is the tail of a broadcast: so it is N/1000 of the
+    whole. Smaller ones than 16 KiB cost more in headers than they save.
+    """
+    thousandth = -(-total_bytes // (CHUNKS * CHUNK_STEP_BYTES)) * CHUNK_STEP_BYTES
+    return min(max(thousandth, LEAST_CHUNK_BYTES), most_bytes)
+
+
 def describe(payload: Content, run_id: str, version: int, chunk_bytes: int) -> Manifest:
     """The unsigned manifest of weights that travel in full."""
     view = memoryview(payload)
@@ -110,12 +123,14 @@ def describe(payload: Content, run_id: str, version: int, chunk_bytes: int) -> M
 
 
 def describe_delta(delta: Content, base: Manifest, target: Manifest) -> Manifest:
-    """The unsigned manifest of a delta that makes the weights of `target` from those of `base`."""
+    """The unsigned manifest of a delta that makes the weights of `target` from those of `base`; its chunks are no larger."""
     view = memoryview(delta)
+    chunk_bytes = fitting_chunk_bytes(len(view), target.chunk_bytes)
     changes = {
         "base_id": base.snapshot_id,
         "total_bytes": len(view),
-        "chunk_digests": _chunk_digests(view, target.chunk_bytes),
+        "chunk_bytes": chunk_bytes,
+        "chunk_digests": _chunk_digests(view, chunk_bytes),
         "payload_digest": blake3(view).hexdigest(),
         "signature": "",
     }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from echo2.dissemination.broadcast.record import chunk_bytes_after
 from echo2.dissemination.store import SnapshotStore
 from echo2.run_directory import RunDirectory
 
@@ -25,4 +26,5 @@ def publish_base(run: RunDirectory, model_folder: Path) -> None:
 
     dtype = run.config.model.dtype
     weights = export_weights(load_model(model_folder, dtype, torch.device("cpu")), dtype)
-    store.publish(0, weights, run.config.dissemination.chunk_bytes)
+    chunk_bytes = run.config.dissemination.chunk_bytes or chunk_bytes_after(None, len(weights))
+    store.publish(0, weights, chunk_bytes)

@@ -6,7 +6,6 @@ nothing for `STALL_S` is passed over; whoever is passed over costs time, never a
 
 from __future__ import annotations
 
-import json
 import struct
 import time
 from array import array
@@ -24,7 +23,7 @@ from echo2.dissemination.broadcast.progress import Progress
 from echo2.dissemination.broadcast.reception import SOURCE, bits_of, chunks_of
 from echo2.dissemination.broadcast.record import Arrival, BroadcastEvent, BroadcastRecord
 from echo2.dissemination.broadcast.relay import laggards
-from echo2.dissemination.broadcast.wire import Frame, Kind, pack_bits, pack_numbers, unpack_bits, unpack_numbers
+from echo2.dissemination.broadcast.wire import Frame, Kind, pack_bits, pack_json, pack_numbers, unpack_bits, unpack_numbers
 from echo2.dissemination.manifest import Manifest
 
 STALL_S = 1.5
@@ -85,7 +84,7 @@ class Dealing:
         self.number, self.manifest = number, manifest
         self._payload = payload
         self._cipher = ChunkCipher(manifest, token, salt)
-        self._announcement = json.dumps({"manifest": manifest.model_dump(mode="json"), "salt": salt.hex()}).encode()
+        self._announcement = pack_json({"manifest": manifest.model_dump(mode="json"), "salt": salt.hex()})
         self._workers, self._uplink = workers, uplink
         self._on_event, self._call_later = on_event, call_later
         self._dealer = Dealer(
@@ -243,7 +242,7 @@ class Dealing:
             link.detach()
         for owner in self._dealer.owners:
             self._check_stall(owner, now_s)
-        patience_s = max(SILENT_S, 4 * self._dealer.threshold_s)
+        patience_s = max(SILENT_S, 4 * self._dealer.longest_threshold_s)
         for number in self._progress.keys() - self._arrivals.keys():
             self._check_silence(number, self._progress[number].reported_s - patience_s)
         self.pump()
@@ -346,7 +345,7 @@ class Dealing:
 
     def _check_stall(self, owner: int, now_s: float) -> None:
         backlog = self._dealer.backlog(owner)
-        patience_s = max(STALL_S, 3 * self._dealer.threshold_s)
+        patience_s = max(STALL_S, 3 * self._dealer.threshold_s(owner))
         if not backlog or now_s - self._progress[owner].quiet_since_s <= patience_s:
             return
         self._dealer.remove_owner(owner)

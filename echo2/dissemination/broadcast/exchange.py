@@ -21,7 +21,7 @@ from echo2.dissemination.broadcast.cipher import ChunkCipher, ChunkRefused
 from echo2.dissemination.broadcast.link import Buffers, Link
 from echo2.dissemination.broadcast.reception import SOURCE, Reception, Rooms, chunks_of
 from echo2.dissemination.broadcast.relay import Credit, Relay, laggards
-from echo2.dissemination.broadcast.wire import Frame, Kind, pack_bits, pack_numbers, unpack_bits, unpack_numbers
+from echo2.dissemination.broadcast.wire import Frame, Kind, pack_bits, pack_numbers, unpack_bits, unpack_json, unpack_numbers
 from echo2.dissemination.manifest import Manifest, parse_manifest, signing_key, verify
 
 PROGRESS_S = 0.25
@@ -181,7 +181,7 @@ class Exchange:
             self._report("unlinked", link.peer, max(self._receptions, default=0), "the connection broke")
 
     def _announce(self, frame: Frame) -> None:
-        fields = json.loads(bytes(frame.body))
+        fields = unpack_json(frame.body)
         manifest = parse_manifest(json.dumps(fields["manifest"]))
         verify(manifest, signing_key(self._token), self._run_id)
         if frame.broadcast not in self._receptions:

@@ -17,8 +17,9 @@ FASTER_WEIGHT = 0.5
 """The same where the credit shows a faster uplink: an owner may seem slow for want of chunks, never fast."""
 HOPE = 0.95
 """Factor on an idle owner's service time for each chunk that goes directly: so that a bad estimate is tried again."""
-FIRST_BACKLOG = 3
-"""Chunks dealt to an owner of unknown uplink before its first credit returns."""
+LEAST_BACKLOG = 3
+"""Chunks that an owner may always have: one that it forwards, one that waits, and one on its way. An owner of unknown uplink
+gets so many before its first credit returns."""
 PIPELINE_OVERHEAD = 1.10
 """Measured ratio of the time to the last worker to the bound, on standing connections."""
 
@@ -121,8 +122,8 @@ class Dealer:
     """Deals the chunks of one broadcast by credit.
 
     A chunk goes to the owner that would have forwarded it soonest, as long as that owner's backlog stays under
-    max(min(H, time remaining), 2·direct + latency), with `direct` the time to send one chunk to every receiver; otherwise the
-    source, if it is idle, sends it to everybody.
+    max(min(max(H, 3·service), time remaining), 2·direct + latency), with `service` the time in which it forwards one chunk and
+    `direct` that to send one to every receiver; otherwise the source, if it is idle, sends it to everybody.
     """
 
     def __init__(
@@ -157,10 +158,16 @@ class Dealer:
         return self._service_s
 
     @property
-    def threshold_s(self) -> float:
-        """Backlog in seconds up to which an owner gets more."""
+    def longest_threshold_s(self) -> float:
+        """Backlog in seconds that some owner may have."""
+        return max(map(self.threshold_s, self._service_s), default=self.threshold_s(None))
+
+    def threshold_s(self, owner: int | None) -> float:
+        """Backlog in seconds up to which an owner gets more; None for one of unknown uplink."""
         direct_s = self.receivers * self._chunk_bytes / self.source_bytes_per_s
-        return max(min(self._horizon_s, self.remaining_s), 2 * direct_s + self._latency_s)
+        service_s = 0.0 if owner is None else self._service_s.get(owner, 0.0)
+        busy_s = max(self._horizon_s, LEAST_BACKLOG * service_s)
+        return max(min(busy_s, self.remaining_s), 2 * direct_s + self._latency_s)
 
     @property
     def remaining_s(self) -> float:
@@ -202,7 +209,7 @@ class Dealer:
         if self.dealt == self._chunk_count:
             return None
         owner = self.soonest(self._backlog if among is None else among)
-        if owner is not None and self.wait_s(owner) <= self.threshold_s:
+        if owner is not None and self.wait_s(owner) <= self.threshold_s(owner):
             self._backlog[owner].add(self.dealt)
         elif source_idle and self._directly_pays(owner):
             owner = None
@@ -253,5 +260,5 @@ class Dealer:
 
     def wait_s(self, owner: int) -> float:
         """Seconds until `owner` would have forwarded one more chunk."""
-        service_s = self._service_s.get(owner, self._horizon_s / FIRST_BACKLOG)
+        service_s = self._service_s.get(owner, self._horizon_s / LEAST_BACKLOG)
         return (len(self._backlog[owner]) + 1) * service_s

@@ -1,4 +1,4 @@
-"""What a broadcast was like: who had it when, and who hindered it."""
+"""What a broadcast was like: who had it when, who hindered it, and into what chunks the next is therefore cut."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ import time
 from dataclasses import dataclass, field
 
 from pydantic import TypeAdapter
+
+from echo2.dissemination.manifest import CHUNK_STEP_BYTES, LEAST_CHUNK_BYTES, fitting_chunk_bytes
+
+PASS_ON_S = 0.04
+"""Time in which a worker passes one chunk on to all others."""
+FIRST_CHUNK_BYTES, MOST_CHUNK_BYTES = 128 * 1024, 1024 * 1024
+"""Largest chunks while nothing is known of the uplinks, and at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +87,19 @@ class BroadcastRecord:
             "worker_uplink_bytes_per_s": self.worker_uplink_bytes_per_s,
         }
         return {f"dissemination/{name}": value for name, value in found.items() if value}
+
+
+def chunk_bytes_after(former: BroadcastRecord | None, total_bytes: int) -> int:
+    """Size of the chunks for a payload when the version before was broadcast so.
+
+    A chunk is no larger than a worker passes on to all others in `PASS_ON_S`: then every uplink is soon busy, and the last
+    chunk is soon passed on. On fast links it is larger, since each chunk costs processor time.
+    """
+    others = len(former.arrivals) - 1 if former else 0
+    if former is None or others < 1 or not former.worker_uplink_bytes_per_s:
+        return fitting_chunk_bytes(total_bytes, FIRST_CHUNK_BYTES)
+    passed_on = int(PASS_ON_S * former.worker_uplink_bytes_per_s / others) // CHUNK_STEP_BYTES * CHUNK_STEP_BYTES
+    return fitting_chunk_bytes(total_bytes, min(max(passed_on, LEAST_CHUNK_BYTES), MOST_CHUNK_BYTES))
 
 
 RECORD: TypeAdapter[BroadcastRecord] = TypeAdapter(BroadcastRecord)

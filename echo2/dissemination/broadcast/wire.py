@@ -13,6 +13,7 @@ import json
 import secrets
 import socket
 import struct
+import zlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import IntEnum
@@ -40,7 +41,7 @@ class Kind(IntEnum):
     ROSTER = 1
     """S→W: the receiver's number and who takes part, as JSON."""
     ANNOUNCE = 2
-    """S→W: a broadcast begins: manifest and salt, as JSON."""
+    """S→W: a broadcast begins: manifest and salt, as compressed JSON: all of it leaves before the first chunk, to everybody."""
     CHUNK = 3
     """Encrypted chunk for the receiver alone."""
     STRIPE = 4
@@ -104,6 +105,24 @@ def unpack_numbers(body: memoryview) -> tuple[int, ...]:
 def worker_number(name: str) -> int:
     """The number, from 1, that a worker goes by: at every source the same, so that none is taken for another."""
     return int.from_bytes(blake3(name.encode()).digest(8), "big") % LARGEST_NUMBER + 1
+
+
+def pack_json(fields: dict[str, Any]) -> bytes:
+    """Fields as the compressed body of a frame."""
+    return zlib.compress(json.dumps(fields).encode(), 1)
+
+
+def unpack_json(body: memoryview) -> dict[str, Any]:
+    """Raises ValueError for what `pack_json` did not make, or what would be too much."""
+    inflating = zlib.decompressobj()
+    try:
+        text = inflating.decompress(body, MAX_CONTROL_BYTES)
+    except zlib.error as error:
+        raise ValueError(str(error)) from None
+    if not inflating.eof:
+        raise ValueError("it is cut short or too large")
+    fields: dict[str, Any] = json.loads(text)
+    return fields
 
 
 def connection_key(token: str, run_id: str) -> bytes:
