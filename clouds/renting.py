@@ -69,7 +69,7 @@ NOTHING_MEASURED = Measured("", (), None)
 def choose_machines(config: Config, plan: Plan, measured: Measured = NOTHING_MEASURED) -> Renting:
     """What to rent from `activation.catalog` for `plan`, which was made from `config`.
 
-    Raises UserError where catalog or model cannot be read, or no offer can be used; WaitTimeout where the search took too long.
+    Raises UserError where catalog or model cannot be read, or no offer can be used.
     """
     settings, folder = config.activation, Path(config.activation.catalog)
     offers = read_catalog(folder)

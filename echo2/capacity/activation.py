@@ -97,17 +97,23 @@ def activate(
 ) -> Activation:
     """The cheapest plan for the demand. `refused` are offers that were no candidates, and are reported with the others.
 
-    Raises WaitTimeout where neither a plan nor its impossibility was found in time, UserError where scipy is missing.
+    A search that finds nothing in time is answered like one that proves that there is nothing, and its obstacle says which it
+    was. Raises UserError where scipy is missing.
     """
     fresh = [candidate for candidate in candidates if is_fresh(candidate, demand.fresh_s)]
     stale = [_too_stale(candidate, demand) for candidate in candidates if not is_fresh(candidate, demand.fresh_s)]
     needed = demand.needed_groups_per_s
-    selection = select(fresh, needed, limits, time_limit_s) if fresh else None
+    selection, reason, failing = None, "no plan keeps to the limits", "gives"
+    try:
+        selection = select(fresh, needed, limits, time_limit_s) if fresh else None
+    except WaitTimeout:
+        reason = "no plan was found in time"
+        failing = f"was found in activation.time_limit_s = {number(time_limit_s)} to give"
     if selection is None:
         search = RelaxationSearch(candidates, demand.learner_step_s, demand.slack_steps, needed, limits, SIDE_SEARCH_S)
         relaxations = search.least()
-        obstacle = _obstacle(len(candidates), len(fresh), demand, limits, relaxations)
-        others = [Refusal(c.offer, "no plan keeps to the limits", obstacle) for c in fresh]
+        obstacle = _obstacle(len(candidates), len(fresh), demand, limits, failing, relaxations)
+        others = [Refusal(c.offer, reason, obstacle) for c in fresh]
         return Activation(demand, limits, None, (), (*refused, *stale, *others), (), obstacle, relaxations)
     choices = [Choice(c, n, _why_chosen(selection, c, n, demand)) for c, n in selection.chosen]
     left = [c for c, n in zip(selection.candidates, selection.counts, strict=True) if not n]
@@ -144,8 +150,10 @@ def _why_chosen(selection: Selection, candidate: Candidate, count: int, demand: 
 
 
 def _why_refused(selection: Selection, candidate: Candidate, demand: Demand) -> Refusal:
-    """The first reason that holds: dearer, not worth a start, a limit, or its size."""
+    """The first reason that holds: not to be had, dearer, not worth a start, a limit, or its size."""
     offer, limits = candidate.offer, selection.limits
+    if not candidate.launchable and not candidate.running:
+        return Refusal(offer, "not to be had", "no machine of it can be launched now")
     usd, dearest = candidate.usd_per_group(), max(c.usd_per_group() for c, _ in selection.chosen)
     shown, bar = (number(demand.usd_per_1000_rollouts(each)) for each in (usd, dearest))
     if usd >= dearest:
@@ -199,7 +207,7 @@ def _limit_costs(selection: Selection, needed_groups_per_s: float) -> Iterator[t
             yield name, saved
 
 
-def _obstacle(offers: int, fresh: int, demand: Demand, limits: Limits, relaxations: Sequence[Relaxation]) -> str:
+def _obstacle(offers: int, fresh: int, demand: Demand, limits: Limits, failing: str, relaxations: Sequence[Relaxation]) -> str:
     """Why there is no plan, in a sentence."""
     goal = f"{number(demand.needed_groups_per_s)} groups/s"
     if not offers:
@@ -211,7 +219,7 @@ def _obstacle(offers: int, fresh: int, demand: Demand, limits: Limits, relaxatio
         )
     names = ", ".join(relaxation.name for relaxation in relaxations)
     blame = f"; to change one of these is enough: {names}" if names else "; to change one of them is not enough"
-    return f"no choice among {fresh} offers gives {goal} within {', '.join(_in_words(limits))}{blame}"
+    return f"no choice among {fresh} offers {failing} {goal} within {', '.join(_in_words(limits))}{blame}"
 
 
 def _in_words(limits: Limits) -> Iterator[str]:

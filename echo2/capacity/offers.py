@@ -92,6 +92,8 @@ class Candidate:
     """Machines of this offer that run now."""
     provenance: Mapping[FigureName, str] = field(default_factory=dict)
     """Where each figure comes from, in words."""
+    launchable: bool = True
+    """Whether others can be launched now."""
 
     def __post_init__(self) -> None:
         least = {"groups_per_s": 0.0, "group_latency_s": None, "dissemination_s": None, "preemptions_per_hour": None}

@@ -11,7 +11,7 @@ hours over which a start counts, R the needed throughput, Q quotas, budget M, sh
     Σ_{i on demand} νᵢ·nᵢ ≥ f · R                        on-demand floor
     Σ_{i in q} aᵢ·nᵢ ≤ Q_q                               every quota q
     Σ cᵢ·nᵢ ≤ M                                          budget
-    0 ≤ keptᵢ ≤ rᵢ,  newᵢ ≥ 0,  all whole
+    0 ≤ keptᵢ ≤ rᵢ,  newᵢ ≥ 0,  all whole               newᵢ = 0 where none can be launched
 
 HiGHS solves it by branch and bound, to a gap of 0 if time allows.
 
@@ -23,6 +23,9 @@ As t ≥ R, an offer with K ≥ (R − ν)/(φR − ν) cheaper likes in other d
 
 A plan with a machine of ν has t ≥ ν/φ, since its domain has at least ν. The rest of t costs at least the lowest c/ν of all for
 each group per second. So where some plan is known to cost C, an offer is left out for which c + k/H and this rest exceed C.
+
+All columns have finite bounds, from C or else from `MOST_EXCESS`: shares that only hundreds of machines would balance are no
+plan, and HiGHS was seen to crash and to search without end where the throughput is unbounded.
 """
 
 from __future__ import annotations
@@ -36,8 +39,14 @@ from echo2.capacity.limits import TOLERANCE, Limits
 from echo2.capacity.offers import Candidate
 from echo2.errors import UserError
 
-TIME_IS_UP, NO_SOLUTION = 1, 2
-"""Status codes of scipy's `milp`."""
+SOLVED, NO_SOLUTION = 0, 2
+"""Status codes of scipy's `milp`; the others say that the time is up, or that it failed."""
+
+ROUNDING = 0.1 * TOLERANCE
+"""What every limit gives way, so that one that is met to the letter is not missed by the last digit of its figures."""
+
+MOST_EXCESS = 10.0
+"""Times the need, or what the cap asks for beside the largest machine, that a selection gives at most where none is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +87,7 @@ class Solution:
     bound_usd_per_hour: float
     """No selection costs less; infinite where there is none within the limits."""
     finished: bool
-    """Whether the search came to its end in time."""
+    """Whether the search came to its end, in time and without an error."""
 
 
 class Program:
@@ -98,6 +107,10 @@ class Program:
         lowest = min((c.candidate.usd_per_group() * 3600 for c in (*kept, *launched)), default=0.0)
         most = known_usd_per_hour * (1 + TOLERANCE)
         self.columns = [*kept, *(column for column in launched if self._least_usd_per_hour(column, lowest) <= most)]
+        largest = max((column.candidate.effective_groups_per_s for column in self.columns), default=0.0)
+        self.most_groups_per_s = MOST_EXCESS * max(needed_groups_per_s, largest / limits.max_domain_share)
+        if lowest * self.most_groups_per_s > most:
+            self.most_groups_per_s = most / lowest
 
     def solve(self, time_limit_s: float) -> Solution:
         """Raises UserError where scipy is missing."""
@@ -109,21 +122,23 @@ class Program:
         if not self.columns:
             return Solution(None, math.inf, finished=True)
         rows, total = self._rows(), len(self.columns)
+        # With a cap the last column is the throughput, in which the rows of the domains are sparse.
         shares = int(self.limits.caps_domains)
+        largest_load = self.limits.max_domain_share * self.most_groups_per_s + self.needed * TOLERANCE
+        most = [min(column.most, largest_load // column.candidate.effective_groups_per_s) for column in self.columns]
         matrix = csc_array((rows.values, rows.places), shape=(len(rows.low), total + shares))
+        # With presolve, HiGHS was seen to call programs impossible whose cap leaves little room, and dearer plans the cheapest.
         found = milp(
             [column.usd_per_hour for column in self.columns] + [0.0] * shares,
             integrality=[1] * total + [0] * shares,
-            bounds=Bounds(0.0, [column.most for column in self.columns] + [math.inf] * shares),
+            bounds=Bounds(0.0, most + [self.most_groups_per_s / self.needed] * shares),
             constraints=LinearConstraint(matrix, rows.low, rows.high),
-            options={"time_limit": time_limit_s, "mip_rel_gap": 0.0},
+            options={"time_limit": time_limit_s, "mip_rel_gap": 0.0, "presolve": False},
         )
         if found.status == NO_SOLUTION:
             return Solution(None, math.inf, finished=True)
-        if found.status not in (0, TIME_IS_UP):
-            raise RuntimeError(f"HiGHS gave up on {total} columns with status {found.status}: {found.message}")
         counts = None if found.x is None else self._counts(found.x.tolist())
-        return Solution(counts, found.mip_dual_bound or 0.0, finished=found.status != TIME_IS_UP)
+        return Solution(counts, max(0.0, found.mip_dual_bound or 0.0), finished=found.status == SOLVED)
 
     def _counts(self, values: Sequence[float]) -> tuple[int, ...]:
         counts = [0] * len(self.candidates)
@@ -135,7 +150,7 @@ class Program:
         limits, rows = self.limits, _Rows()
         rates = [column.candidate.effective_groups_per_s / self.needed for column in self.columns]
         offers = [column.candidate.offer for column in self.columns]
-        rows.add(enumerate(rates), 1.0, math.inf)
+        rows.add(enumerate(rates), 1.0 - ROUNDING, math.inf)
         if limits.caps_domains:
             throughput = len(self.columns)
             rows.add([*enumerate(rates), (throughput, -1.0)], 0.0, 0.0)
@@ -143,22 +158,24 @@ class Program:
             for place, offer in enumerate(offers):
                 domains[offer.domain(limits.failure_domain)].append((place, rates[place]))
             for entries in domains.values():
-                rows.add([*entries, (throughput, -limits.max_domain_share)], -math.inf, 0.0)
+                rows.add([*entries, (throughput, -limits.max_domain_share)], -math.inf, ROUNDING)
         if limits.min_on_demand_share:
             on_demand = [(place, rates[place]) for place, offer in enumerate(offers) if not offer.spot]
-            rows.add(on_demand, limits.min_on_demand_share, math.inf)
+            rows.add(on_demand, limits.min_on_demand_share - ROUNDING, math.inf)
         for quota in limits.quotas:
             covered = [(place, offer.accelerators) for place, offer in enumerate(offers) if quota.covers(offer)]
             rows.add(covered, -math.inf, quota.accelerators)
         if limits.budget_usd_per_hour < math.inf:
             prices = [(place, column.candidate.usd_per_hour) for place, column in enumerate(self.columns)]
-            rows.add(prices, -math.inf, limits.budget_usd_per_hour)
+            rows.add(prices, -math.inf, limits.budget_usd_per_hour * (1 + ROUNDING))
         return rows
 
     def _worth_launching(self) -> Iterable[_Column]:
         """Columns of new machines, without those that the module's argument leaves out."""
         alike: dict[tuple[object, ...], list[_Column]] = defaultdict(list)
         for index, candidate in enumerate(self.candidates):
+            if not candidate.launchable:
+                continue
             offer, usd = candidate.offer, candidate.usd_per_hour + self.limits.start_usd_per_hour(candidate)
             quotas = tuple(offer.accelerators if quota.covers(offer) else 0 for quota in self.limits.quotas)
             key = (candidate.effective_groups_per_s, offer.spot and self.limits.min_on_demand_share > 0, quotas)

@@ -60,6 +60,14 @@ class RelaxationSearch:
         """Every single change that allows a plan; all of them together where no single one does, so long as there is any."""
         return tuple(self._alone()) or tuple(self._together())
 
+    def most(self) -> tuple[Selection, float] | None:
+        """The cheapest plan for the needed throughput or, where none keeps to the limits, for as many hundredths of it as can
+        be had, and that throughput."""
+        whole = self._select(self.limits)
+        if whole is not None:
+            return whole, self.needed_groups_per_s
+        return next(((less.selection, less.needed_groups_per_s) for less in self._need()), None)
+
     def _alone(self) -> Iterator[Relaxation]:
         """One limit at a time."""
         yield from (*self._budget(), *self._quotas(), *self._cap(), *self._floor(), *self._staleness(), *self._need())

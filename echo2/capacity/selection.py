@@ -85,6 +85,8 @@ class Selection:
             broken.append(f"share of one {limits.failure_domain}")
         if self.on_demand_groups_per_s < limits.min_on_demand_share * needed_groups_per_s * (1 - TOLERANCE):
             broken.append("on-demand share")
+        if any(n > c.running and not c.launchable for c, n in self.chosen):
+            broken.append("launches")
         return broken
 
 
@@ -94,7 +96,8 @@ def select(
     """The cheapest selection; None where there is none within the limits.
 
     When the time is up, the best that was found is taken, be it by HiGHS or by the greedy rule; its gap says how far it may be
-    off. Raises WaitTimeout where nothing was found by then.
+    off. So it is where what HiGHS found breaks a limit once its counts are rounded, as those of thousands of machines may.
+    Raises WaitTimeout where nothing was found.
 
     Four machines of 1 group/s for 3 USD beat one of 4 groups/s for 13, and a fifth of these fills the rest:
 
@@ -109,10 +112,10 @@ def select(
     simple = select_greedily(candidates, needed_groups_per_s, limits)
     known_usd_per_hour = math.inf if simple is None else simple.cost_usd_per_hour
     found = Program(candidates, needed_groups_per_s, limits, known_usd_per_hour).solve(time_limit_s)
-    if found.finished:
-        return None if found.counts is None else Selection(tuple(candidates), found.counts, limits)
-    options = [] if found.counts is None else [Selection(tuple(candidates), found.counts, limits)]
-    options += [] if simple is None else [simple]
+    exact = None if found.counts is None else Selection(tuple(candidates), found.counts, limits)
+    if found.finished and (exact is None or not exact.violations(needed_groups_per_s)):
+        return exact
+    options = [each for each in (exact, simple) if each is not None and not each.violations(needed_groups_per_s)]
     if not options:
         raise WaitTimeout(
             f"no plan was found among {len(candidates)} offers within activation.time_limit_s = {time_limit_s:g}: raise it"
@@ -146,7 +149,8 @@ def _prices(candidate: Candidate, limits: Limits) -> Iterator[tuple[float, float
     """Cost per group of a machine that is kept and of one that is launched, each with the count up to which it holds."""
     if candidate.running:
         yield candidate.usd_per_group(), candidate.running
-    yield candidate.usd_per_group(limits.start_usd_per_hour(candidate)), math.inf
+    if candidate.launchable:
+        yield candidate.usd_per_group(limits.start_usd_per_hour(candidate)), math.inf
 
 
 def obstacles(selection: Selection, candidate: Candidate, needed_groups_per_s: float) -> list[str]:

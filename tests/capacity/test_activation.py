@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import re
 from dataclasses import replace
 
@@ -111,6 +112,13 @@ def nearer(relaxation, limits: Limits) -> Limits:
     return replace(changed, min_on_demand_share=min(changed.min_on_demand_share + 0.01, limits.min_on_demand_share))
 
 
+def test_what_is_not_to_be_had_is_refused_and_what_runs_of_it_is_kept() -> None:
+    cheap, dear = replace(candidate(1.0, 1.0), launchable=False), candidate(1.0, 2.0, PLACES[3], kind="dear")
+    (refusal,) = activate([cheap, dear], demanding(2.0), Limits()).refusals
+    assert (refusal.offer, refusal.reason) == (cheap.offer, "not to be had")
+    assert activate([replace(cheap, running=1), dear], demanding(2.0), Limits()).selection.counts == (1, 1)
+
+
 def test_the_margin_is_rented_too_and_the_choice_says_what_it_costs() -> None:
     plan = activate([candidate(1.0, 3.6, running=2)], DEMAND, Limits())
     (choice,) = plan.choices
@@ -174,3 +182,14 @@ def test_where_no_single_change_is_enough_all_limits_are_dropped() -> None:
     (relaxation,) = plan.relaxations
     assert relaxation.name == "all limits together" and relaxation.selection.counts == (4,)
     assert math.isinf(relaxation.selection.limits.budget_usd_per_hour)
+
+
+def test_a_search_that_was_too_short_is_not_taken_for_a_proof_that_there_is_no_plan() -> None:
+    # Two clouds with half of the throughput each, at rates of which no multiples but far ones agree.
+    draw = random.Random(1)
+    offers = [candidate(draw.uniform(1, 2), 1.0, PLACES[3 * (n % 2)], kind=f"m{n}") for n in range(12)]
+    limits = Limits(max_domain_share=0.5, failure_domain="cloud")
+    plan = activate(offers, demanding(30.0), limits, time_limit_s=0.01)
+    assert plan.selection is None
+    assert "no choice among 12 offers was found in activation.time_limit_s = 0.01 to give 30 groups/s" in plan.obstacle
+    assert {refusal.reason for refusal in plan.refusals} == {"no plan was found in time"}

@@ -36,6 +36,19 @@ def test_the_exact_selection_is_the_cheapest_of_all(market) -> None:
 
 
 @seeded
+@given(markets(most=3), st.lists(st.booleans(), min_size=3, max_size=3))
+def test_machines_that_cannot_be_launched_are_kept_at_most(market, launchable) -> None:
+    candidates, need, limits = market
+    candidates = [replace(c, launchable=each) for c, each in zip(candidates, launchable, strict=False)]
+    for choose in (select, select_greedily):
+        found = choose(candidates, need, limits)
+        if found is not None:
+            assert all(n <= c.running or c.launchable for c, n in found.chosen)
+    least, found = cheapest_by_trying(candidates, need, limits), select(candidates, need, limits)
+    assert (found is None or found.cost_usd_per_hour <= least * (1 + 1e-6)) and (found is not None or least == math.inf)
+
+
+@seeded
 @given(markets(most=8))
 def test_the_greedy_selection_keeps_to_the_limits_and_never_beats_the_exact_one(market) -> None:
     candidates, need, limits = market
@@ -129,6 +142,32 @@ def test_what_cannot_be_kept_to_gives_no_selection(limits) -> None:
     assert select([candidate(1.0, 1.0, spot=True)], 2.0, limits) is None
     assert select_greedily([candidate(1.0, 1.0, spot=True)], 2.0, limits) is None
     assert select([], 2.0, limits) is None
+
+
+def test_shares_that_only_hundreds_of_machines_would_balance_are_no_plan() -> None:
+    unequal = [candidate(1.0, 1.0, PLACES[0]), candidate(1.01, 1.0, PLACES[3], kind="other")]
+    assert select(unequal, 2.0, Limits(max_domain_share=0.5, failure_domain="cloud"), time_limit_s=5.0) is None
+    nearly = select(unequal, 2.0, Limits(max_domain_share=0.51, failure_domain="cloud"))
+    assert nearly.counts == (1, 1)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_halves_that_few_plans_meet_are_met_by_one_no_dearer_than_the_plan_that_is_known(seed) -> None:
+    draw = random.Random(seed)
+    twins = [candidate(1.37, 4.0, place, kind="twin") for place in (PLACES[0], PLACES[3])]
+    others = [candidate(draw.uniform(0.1, 9), draw.uniform(1, 9), PLACES[3 * (n % 2)], kind=f"m{n}") for n in range(3)]
+    found = select([*others, *twins], 10.0, Limits(max_domain_share=0.5, failure_domain="cloud"))
+    assert found.violations(10.0) == [] and found.cost_usd_per_hour <= 8 * 4.0 * (1 + 1e-6)
+
+
+def test_counts_that_break_a_limit_once_they_are_rounded_are_no_selection() -> None:
+    rates = (2.965488058019691, 6.196072420702041, 1.358407877339405, 68.5346321614177)
+    candidates = [candidate(rate, 3.0, PLACES[3 * (n % 2)], kind=f"m{n}") for n, rate in enumerate(rates)]
+    try:
+        found = select(candidates, 0.5, Limits(max_domain_share=0.5), time_limit_s=2.0)
+    except WaitTimeout:
+        return
+    assert found is None or found.violations(0.5) == []
 
 
 def test_when_time_is_up_the_greedy_selection_stands_in_and_says_how_far_off_it_may_be() -> None:

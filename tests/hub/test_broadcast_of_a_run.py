@@ -8,6 +8,7 @@ import pytest
 from safetensors.numpy import save
 
 from echo2.curves import write_broadcast
+from echo2.dissemination.broadcast.record import FIRST_CHUNK_BYTES
 from echo2.dissemination.store import SnapshotStore
 
 FETCHED = "is fetched from the hub"
@@ -29,7 +30,7 @@ class Learner:
         self.former = None
 
     def publish(self, version):
-        chunk_bytes = self.run.config.dissemination.chunk_bytes
+        chunk_bytes = self.run.config.dissemination.chunk_bytes or FIRST_CHUNK_BYTES
         self.former = self.store.publish(version, weights_of(version), chunk_bytes, self.former)
         self.client.announce(version)
 
