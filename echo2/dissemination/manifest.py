@@ -10,11 +10,13 @@ import hmac
 import json
 import time
 from collections.abc import Sequence
-from itertools import pairwise
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError, model_validator
 
+from echo2.dissemination.cores import spare_cores
 from echo2.errors import SnapshotError
 
 Content = bytes | bytearray | memoryview
@@ -109,7 +111,7 @@ def fitting_chunk_bytes(total_bytes: int, most_bytes: int) -> int:
 def describe(payload: Content, run_id: str, version: int, chunk_bytes: int) -> Manifest:
     """The unsigned manifest of weights that travel in full."""
     view = memoryview(payload)
-    digest = blake3(view).hexdigest()
+    digest = _digest(view)
     return Manifest(
         run_id=run_id,
         version=version,
@@ -131,7 +133,7 @@ def describe_delta(delta: Content, base: Manifest, target: Manifest) -> Manifest
         "total_bytes": len(view),
         "chunk_bytes": chunk_bytes,
         "chunk_digests": _chunk_digests(view, chunk_bytes),
-        "payload_digest": blake3(view).hexdigest(),
+        "payload_digest": _digest(view),
         "signature": "",
     }
     return target.model_copy(update=changes)
@@ -189,8 +191,19 @@ def _damaged(what: str, error: ValidationError) -> SnapshotError:
 
 
 def _chunk_digests(payload: memoryview, chunk_bytes: int) -> tuple[str, ...]:
-    bounds = [*range(0, len(payload), chunk_bytes), len(payload)]
-    return tuple(blake3(payload[start:end]).hexdigest() for start, end in pairwise(bounds))
+    starts, cores = range(0, len(payload), chunk_bytes), spare_cores()
+    share = -(-len(starts) // cores)
+
+    def digests(place: int) -> list[str]:
+        mine = starts[place * share : (place + 1) * share]
+        return [blake3(payload[start : start + chunk_bytes]).hexdigest() for start in mine]
+
+    with ThreadPoolExecutor(cores) as pool:
+        return tuple(chain.from_iterable(pool.map(digests, range(cores))))
+
+
+def _digest(payload: memoryview) -> str:
+    return blake3(payload, max_threads=spare_cores()).hexdigest()
 
 
 def _signature(manifest: Manifest, key: bytes) -> str:

@@ -18,6 +18,7 @@ from typing import Protocol
 from blake3 import blake3
 
 from echo2.dissemination.broadcast.arrivals import Arrivals
+from echo2.dissemination.cores import spare_cores
 from echo2.dissemination.delta import apply_delta
 from echo2.dissemination.manifest import Content, Manifest, SnapshotWithdrawn, signing_key, verify
 from echo2.errors import SnapshotError, WaitTimeout
@@ -289,7 +290,8 @@ class SnapshotFollower:
                 raise SnapshotError(f"snapshot of version {manifest.version} builds on {manifest.base_id}, which is not held")
             payload = self._fetch(manifest)
             if manifest.is_delta:
-                payload = apply_delta(weights, _pieces(payload), manifest.weights_digest, base_digest=manifest.base_digest)
+                pieces, wanted = _pieces(payload), manifest.weights_digest
+                payload = apply_delta(weights, pieces, wanted, base_digest=manifest.base_digest, threads=spare_cores())
             weights, held_id = payload, manifest.snapshot_id
         fetched_bytes = sum(manifest.total_bytes for manifest in route)
         return ReceivedSnapshot(route[-1], weights, time.monotonic() - start_s, fetched_bytes)

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from echo2.dissemination.cores import spare_cores
 from echo2.dissemination.delta import FullIsBetter, encode_delta
 from echo2.dissemination.manifest import (
     Content,
@@ -264,7 +265,8 @@ def _delta(base: Published, target: Published) -> bytes | None:
     """The delta between two snapshots; None where it is not worth while, or where they are no safetensors messages."""
     known, wanted = base.manifest.weights_digest, target.manifest.weights_digest
     try:
-        return b"".join(encode_delta(base.weights, target.weights, base_digest=known, target_digest=wanted))
+        pieces = encode_delta(base.weights, target.weights, base_digest=known, target_digest=wanted, threads=spare_cores())
+        return b"".join(pieces)
     except (FullIsBetter, SnapshotError):
         return None
 

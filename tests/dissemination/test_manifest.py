@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,6 +25,15 @@ def test_chunks_cover_the_payload_without_gap_or_overlap(total_bytes: int, chunk
     ranges = [manifest.byte_range(chunk) for chunk in range(manifest.chunk_count)]
     assert b"".join(payload[start : start + length] for start, length in ranges) == payload
     assert manifest.byte_range(0, manifest.chunk_count) == (0, total_bytes)
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3, 64])
+def test_digests_are_the_same_however_many_cores_make_them(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("echo2.dissemination.manifest.spare_cores", lambda: cores)
+    manifest = describe(PAYLOAD, "run-a", 0, 1024)
+    assert manifest.payload_digest == blake3(PAYLOAD).hexdigest()
+    chunks = [PAYLOAD[start : start + 1024] for start in range(0, len(PAYLOAD), 1024)]
+    assert manifest.chunk_digests == tuple(blake3(chunk).hexdigest() for chunk in chunks)
 
 
 @pytest.mark.parametrize(("first_chunk", "count"), [(-1, 1), (0, 0), (0, 11), (10, 1)])

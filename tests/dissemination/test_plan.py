@@ -17,11 +17,12 @@ LATENCY_S = 0.025
 class SimulatedBroadcast:
     """Store and forward over FIFO links; `finish_s` is when the last receiver has everything."""
 
-    def __init__(self, total_bytes, source_mbps, uplinks_mbps, downlink_mbps):
+    def __init__(self, total_bytes, source_mbps, uplinks_mbps, downlink_mbps, chunk_bytes=CHUNK_BYTES):
+        self.chunk_bytes = chunk_bytes
         self.uplinks, self.source, self.downlink = [u * MBIT for u in uplinks_mbps], source_mbps * MBIT, downlink_mbps * MBIT
         self.count = len(uplinks_mbps)
-        self.chunks = total_bytes // CHUNK_BYTES
-        self.dealer = Dealer(self.chunks, CHUNK_BYTES, self.count, self.source, LATENCY_S)
+        self.chunks = total_bytes // chunk_bytes
+        self.dealer = Dealer(self.chunks, chunk_bytes, self.count, self.source, LATENCY_S)
         for worker, uplink in enumerate(self.uplinks):
             if uplink:
                 self.dealer.add_owner(worker)
@@ -43,7 +44,7 @@ class SimulatedBroadcast:
 
     def send(self, now_s, receiver, chunk, arrived):
         self.busy = True
-        sent_s = now_s + CHUNK_BYTES / self.source
+        sent_s = now_s + self.chunk_bytes / self.source
         self.at(sent_s + LATENCY_S, self.arrive, receiver, chunk, arrived)
         self.at(sent_s, self.source_free)
 
@@ -65,7 +66,7 @@ class SimulatedBroadcast:
                 self.send(now_s, deal.owner, deal.chunk, self.forward)
 
     def arrive(self, now_s, receiver, chunk, arrived):
-        self.down_free[receiver] = max(now_s, self.down_free[receiver]) + CHUNK_BYTES / self.downlink
+        self.down_free[receiver] = max(now_s, self.down_free[receiver]) + self.chunk_bytes / self.downlink
         self.at(self.down_free[receiver], self.have, receiver, chunk, arrived)
 
     def have(self, now_s, receiver, chunk, arrived):
@@ -77,7 +78,7 @@ class SimulatedBroadcast:
     def forward(self, now_s, owner, chunk):
         begin_s = max(now_s, self.up_free[owner])
         for receiver in set(range(self.count)) - {owner}:
-            self.up_free[owner] = max(now_s, self.up_free[owner]) + CHUNK_BYTES / self.uplinks[owner]
+            self.up_free[owner] = max(now_s, self.up_free[owner]) + self.chunk_bytes / self.uplinks[owner]
             self.at(self.up_free[owner] + LATENCY_S, self.arrive, receiver, chunk, None)
         self.at(self.up_free[owner] + LATENCY_S, self.credit, owner, chunk, self.up_free[owner] - begin_s)
 
@@ -103,6 +104,25 @@ def test_dealing_by_credit_stays_close_to_the_bound(name):
     receivers = [Receiver(uplink, downlink, reachable=uplink > 0) for uplink in uplinks]
     bound_s = fluid_bound_s(simulation.chunks * CHUNK_BYTES, Origin(source), receivers) / MBIT
     assert 1.0 <= simulation.run() / bound_s <= 1.10
+    assert all(count == 1 for row in simulation.copies for count in row)
+
+
+@pytest.mark.parametrize("megabytes_and_chunk", [(64, 16 * 1024), (256, 256 * 1024), (1000, 1024 * 1024)])
+def test_dealing_by_credit_stays_close_to_the_bound_whatever_the_chunks(megabytes_and_chunk):
+    megabytes, chunk_bytes = megabytes_and_chunk
+    simulation = SimulatedBroadcast(megabytes * 1_000_000, 500, [100] * 16, 500, chunk_bytes)
+    bound_s = fluid_bound_s(simulation.chunks * chunk_bytes, Origin(500), [Receiver(100, 500)] * 16) / MBIT
+    assert 1.0 <= simulation.run() / bound_s <= 1.10
+    assert all(count == 1 for row in simulation.copies for count in row)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.floats(1, 1e4), st.lists(st.floats(1, 1e4), min_size=1, max_size=12), st.integers(1, 40), st.sampled_from([4096, 2**20])
+)
+def test_whatever_the_links_everybody_gets_every_chunk_once(source, uplinks, chunks, chunk_bytes):
+    simulation = SimulatedBroadcast(chunks * chunk_bytes, source, uplinks, 1e4, chunk_bytes)
+    simulation.run()
     assert all(count == 1 for row in simulation.copies for count in row)
 
 
@@ -146,7 +166,7 @@ def test_every_chunk_is_dealt_once_in_order_whoever_comes_and_goes(data, chunks,
 
 def test_an_owner_that_seemed_slow_is_tried_again():
     dealer = Dealer(1000, CHUNK_BYTES, 4, 25e6, LATENCY_S)
-    dealer.add_owner(7, service_s=3.0)
+    dealer.add_owner(7, service_s=30.0)
     owners = [dealer.deal(source_idle=True).owner for _ in range(100)]
     assert owners[0] is None
     assert 7 in owners

@@ -18,8 +18,8 @@ FASTER_WEIGHT = 0.5
 HOPE = 0.95
 """Factor on an idle owner's service time for each chunk that goes directly: so that a bad estimate is tried again."""
 LEAST_BACKLOG = 3
-"""Chunks that an owner may always have: one that it forwards, one that waits, and one on its way. An owner of unknown uplink
-gets so many before its first credit returns."""
+"""Chunks that an owner may have while there is time, however slow it is, and before its first credit returns: one that it
+forwards, one that waits, and one on its way."""
 PIPELINE_OVERHEAD = 1.10
 """Measured ratio of the time to the last worker to the bound, on standing connections."""
 
@@ -214,6 +214,9 @@ class Dealer:
         elif source_idle and self._directly_pays(owner):
             owner = None
             self._hope()
+        elif source_idle and owner is not None and not any(self._backlog.values()):
+            # No credit is on its way that could change anything.
+            self._backlog[owner].add(self.dealt)
         else:
             return None
         self.dealt += 1

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from echo2.dissemination.broadcast.arrivals import Arrivals
 from echo2.dissemination.broadcast.cipher import ChunkCipher, ChunkRefused
+from echo2.dissemination.cores import spare_cores
 from echo2.dissemination.delta import apply_delta
 from echo2.dissemination.manifest import Content, Manifest, parse_manifest, signing_key, verify
 from echo2.dissemination.object_store.bucket import Bucket, ObjectStoreError
@@ -72,7 +73,8 @@ class ObjectStoreArrivals:
                 return None
             if step.is_delta and len(way) > 1:
                 try:
-                    payload = apply_delta(weights, [payload], step.weights_digest, base_digest=step.base_digest)
+                    wanted, threads = step.weights_digest, spare_cores()
+                    payload = apply_delta(weights, [payload], wanted, base_digest=step.base_digest, threads=threads)
                 except SnapshotError as error:
                     raise self._damaged(f"delta of version {step.version}", error) from None
             weights = payload
