@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -17,6 +18,8 @@ from echo2.dissemination.broadcast.wire import Kind
 LAG_S = 0.75
 """How long a chunk may wait for one receiver that is slower than the others."""
 LAG_RATIO = 3.0
+MEASURED_S = 0.1
+"""Uplink's time over which the service time is averaged: acknowledgements are seen some at a time."""
 
 
 @dataclass(slots=True)
@@ -31,11 +34,12 @@ class _Forwarding:
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """`chunk` was forwarded in `service_s` to everybody but `skipped`."""
+    """`chunk` was forwarded to everybody but `skipped`."""
 
     broadcast: int
     chunk: int
     service_s: float
+    """Seconds that the uplink took for each of the last chunks, on average; 0 while that is not known."""
     skipped: tuple[int, ...]
 
 
@@ -50,6 +54,7 @@ class Relay:
         self._on_credit = on_credit
         self._release = release
         self._last_done_s = 0.0
+        self._services_s: deque[float] = deque()
         self.forwarded_bytes = 0
 
     def forward(self, broadcast: int, chunk: int, body: memoryview, targets: Iterable[int]) -> None:
@@ -86,10 +91,13 @@ class Relay:
     def _finish(self, forwarding: _Forwarding, round_trip_s: float) -> None:
         """All is acknowledged, a round trip after the uplink had done its work."""
         now_s = time.monotonic()
-        service_s = now_s - max(forwarding.arrived_s + round_trip_s, self._last_done_s)
-        self._last_done_s = now_s
         if not forwarding.skipped:
+            self._services_s.append(max(0.0, now_s - max(forwarding.arrived_s + round_trip_s, self._last_done_s)))
             self._release(forwarding.body)
+        self._last_done_s = now_s
+        while len(self._services_s) > 1 and sum(self._services_s) - self._services_s[0] >= MEASURED_S:
+            self._services_s.popleft()
+        service_s = statistics.fmean(self._services_s) if self._services_s else 0.0
         self._on_credit(Credit(forwarding.broadcast, forwarding.chunk, service_s, tuple(forwarding.skipped)))
 
 
