@@ -11,7 +11,7 @@ from echo2.dissemination.manifest import CHUNK_STEP_BYTES, LEAST_CHUNK_BYTES, fi
 
 PASS_ON_S = 0.04
 """Time in which a worker passes one chunk on to all others."""
-FIRST_CHUNK_BYTES, MOST_CHUNK_BYTES = 128 * 1024, 1024 * 1024
+FIRST_CHUNK_BYTES, MOST_CHUNK_BYTES = 64 * 1024, 1024 * 1024
 """Largest chunks while nothing is known of the uplinks, and at all."""
 
 
