@@ -87,6 +87,15 @@ class Config(Section):
                 f"objective.overlong_buffer_tokens = {buffer_tokens} exceeds sampling.max_completion_tokens = {limit}, so that "
                 f"every completion would be punished: lower it (a fifth of the limit is usual)"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _workers_can_be(self) -> Config:
+        if self.worker.peer_port and self.fleet.workers > 1:
+            raise ValueError(
+                f"worker.peer_port = {self.worker.peer_port} is one port, and fleet.workers = {self.fleet.workers} share a "
+                f"machine: leave worker.peer_port at 0, or start the workers yourself with a port for each (fleet.workers=0)"
+            )
         if self.learner.engine == "simulated" and self.worker.engine != "simulated":
             raise ValueError(
                 f"learner.engine = 'simulated' makes no weights that worker.engine = {self.worker.engine!r} could load: set "

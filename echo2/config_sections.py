@@ -253,7 +253,10 @@ class DisseminationSection(Section):
     @classmethod
     def _not_mere_headers(cls, chunk_bytes: int) -> int:
         if 0 < chunk_bytes < 1024:
-            raise ValueError(f"chunks of {chunk_bytes} bytes are mostly headers: choose 1024 or more, or 0 for what fits")
+            raise ValueError(
+                f"dissemination.chunk_bytes = {chunk_bytes} makes chunks that are mostly headers: choose 1024 or more, or 0 "
+                "for what fits"
+            )
         return chunk_bytes
 
     @model_validator(mode="after")
@@ -289,7 +292,7 @@ class CapacitySection(Section):
     snapshot_bytes: NonNegativeInt = 0
     """F: bytes of a snapshot in full; 0 where that is not known (a simulated learner's is)."""
     delta_share: Share = 0.05
-    """Bytes of a delta over those of the snapshot in full; where `model.dtype` is float32 deltas are not smaller."""
+    """Bytes of a delta over those of the snapshot in full; where `model.dtype` is float32 deltas save little."""
     worker_uplink_bytes_per_s: Annotated[float, Field(ge=0.0)] | None = None
     """What a worker passes on of a snapshot, on average, 0 where nobody can connect to it. Left out: not known."""
     worker_downlink_bytes_per_s: PositiveFloat | None = None

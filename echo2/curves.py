@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from echo2.capacity.tables import counted
 from echo2.dissemination.broadcast.record import BroadcastRecord
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def write_broadcast(file: Path, record: BroadcastRecord) -> None:
     axis.set_xlim(left=0)
     axis.grid(alpha=0.3)
     axis.legend(loc="best", frameon=False, fontsize="small")
-    figure.suptitle(f"version {record.version} on its way to {len(record.arrivals)} workers")
+    figure.suptitle(f"version {record.version} on its way to {counted(len(record.arrivals), 'worker')}")
     figure.savefig(file, dpi=110)
 
 

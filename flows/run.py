@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from echo2.capacity.tables import counted
 from echo2.config import Config
 from echo2.errors import UserError
 from echo2.hub.address import listen
@@ -136,7 +137,8 @@ def render_summary(summary: Mapping[str, Any], config: Config, elapsed_s: float)
         f"  staleness           at most {summary['max_staleness']} of {summary['staleness_bound']} allowed",
         f"  groups              {summary['trained_groups']} trained; "
         + ", ".join(f"{summary['groups'][state]} {state}" for state in ("filtered", "expired", "failed")),
-        f"  dissemination       {summary['versions_disseminated']} versions to {summary['workers']} workers",
+        f"  dissemination       {counted(summary['versions_disseminated'], 'version')} "
+        f"to {counted(summary['workers'], 'worker')}",
         f"  everything is in    {_place(config)} (summary.json, report/, {here}ledger.db, logs/)",
     ]
     if elsewhere:

@@ -46,6 +46,8 @@ def test_every_section_and_every_field_says_what_it_is(kind):
         ("staleness.bound=two", ("staleness.bound", "two", "integer")),
         ("staleness.publish_interval=0", ("staleness.publish_interval", "0")),
         ("staleness.publish_interval=4", ("publish_interval = 4", "bound + 1 = 3", "lower", "raise bound to 3")),
+        ("dissemination.chunk_bytes=5", ("chunk_bytes = 5", "choose 1024 or more, or 0")),
+        ("worker.peer_port=8701", ("peer_port = 8701", "fleet.workers = 2", "fleet.workers=0")),
         ("dissemination.retain_snapshots=2", ("retain_snapshots = 2", "publish_interval = 3", "raise it to 3")),
         ("batch.members=1", ("members = 1", "drop_zero_variance", "2 or more")),
         ("batch.groups=0", ("batch.groups", "0")),

@@ -168,7 +168,7 @@ def test_the_summary_in_the_readme_is_the_one_that_a_run_prints():
         "staleness_bound": 2,
         "trained_groups": 1,
         "groups": {"filtered": 1, "expired": 1, "failed": 1},
-        "versions_disseminated": 1,
+        "versions_disseminated": 2,
         "workers": 2,
     }
     printed = render_summary(summary, load_config([], ["run.name=demo-seed0-1"]), elapsed_s=1.0)

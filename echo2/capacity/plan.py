@@ -16,7 +16,7 @@ from echo2.capacity.pool import PoolUnit
 from echo2.capacity.provisioning import Provision, intervals_worth_trying, provision, simulate_pool
 from echo2.capacity.simulation import SimulationResult
 from echo2.capacity.slow_end import least_integer, predict_pool, reaches, slow_end_latency_s
-from echo2.capacity.tables import duration, number, percent, quantity, table
+from echo2.capacity.tables import counted, duration, number, percent, quantity, table
 from echo2.capacity.terms import Terms, estimate_terms
 from echo2.capacity.transfer import transfer_of
 
@@ -302,8 +302,8 @@ def _together_note(plan: Plan) -> str:
         return ""
     bound, pool = plan.together
     return (
-        f"\ntogether: with S = {bound}, κ = {pool.publish_interval} and {plan.workers_for(pool.groups_per_s)} workers "
-        f"U = {percent(pool.simulated.utilisation)}"
+        f"\ntogether: with S = {bound}, κ = {pool.publish_interval} and "
+        f"{counted(plan.workers_for(pool.groups_per_s), 'worker')} U = {percent(pool.simulated.utilisation)}"
     )
 
 
@@ -315,7 +315,7 @@ def _dial_row(dial: Dial, plan: Plan) -> tuple[str, ...]:
     if dial.symbol == "μ":
         # What the simulation asks for, where it was asked.
         enough = plan.configured.groups_per_s if plan.configured.reachable else dial.limit
-        limit = f"{quantity(enough, dial.unit)}, {plan.workers_for(enough)} workers"
+        limit = f"{quantity(enough, dial.unit)}, {counted(plan.workers_for(enough), 'worker')}"
     if not dial.reaches_target:
         rest = dial.at_limit
         return (dial.symbol, value, f"not alone: at {limit} U = {percent(rest.utilisation)}, {rest.binding.name} binds")

@@ -27,6 +27,15 @@ def quantity(value: float, unit: str) -> str:
     return f"{number(value)} {'step' if unit == 'steps' and value == 1 else unit}"
 
 
+def counted(count: int, noun: str) -> str:
+    """A number of things.
+
+    >>> counted(1, "worker"), counted(2, "worker"), counted(0, "worker")
+    ('1 worker', '2 workers', '0 workers')
+    """
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def percent(share: float) -> str:
     """A share as a percentage."""
     return f"{number(100 * share)} %"

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from echo2.capacity.tables import counted
 from echo2.dissemination.broadcast.plan import BroadcastPlan, Origin, Receiver, plan_broadcast
 
 if TYPE_CHECKING:
@@ -79,10 +80,10 @@ class Transfer:
         planned = self._plan(workers)
         if self.peers:
             factor = planned.expected_s / planned.bound_s
-            return f"{factor:.3g} · T* of a broadcast of {size} to {_workers(workers)}: {planned.binding} binds"
+            return f"{factor:.3g} · T* of a broadcast of {size} to {counted(workers, 'worker')}: {planned.binding} binds"
         by_copies = planned.star_s > self.sent_bytes / self.worker_downlink_bytes_per_s
         binding = "source uplink" if by_copies else "slowest downlink"
-        return f"{size} from the hub to each of {_workers(workers)}: {binding} binds"
+        return f"{size} from the hub to each of {counted(workers, 'worker')}: {binding} binds"
 
     def _plan(self, workers: int) -> BroadcastPlan:
         receiver = Receiver(self.worker_uplink_bytes_per_s or 0.0, self.worker_downlink_bytes_per_s)
@@ -162,7 +163,7 @@ def variations(transfer: Transfer, workers: int) -> tuple[Variation, ...]:
     """
     faster = replace(transfer, source_bytes_per_s=2 * transfer.source_bytes_per_s)
     found = [
-        Variation(f"as planned, {_workers(workers)}", workers, transfer),
+        Variation(f"as planned, {counted(workers, 'worker')}", workers, transfer),
         Variation(f"{2 * workers} workers", 2 * workers, transfer),
         Variation(f"source uplink of {quantity_of_bytes(faster.source_bytes_per_s)}/s", workers, faster),
     ]
@@ -184,7 +185,3 @@ def quantity_of_bytes(count: float) -> str:
     """
     unit, name = (GB, "GB") if count >= GB else (MB, "MB") if count >= MB else (KB, "kB")
     return f"{count / unit:.3g} {name}"
-
-
-def _workers(count: int) -> str:
-    return f"{count} worker{'s' if count > 1 else ''}"

@@ -3,14 +3,27 @@
 import asyncio
 import hashlib
 import signal
+import socket
 import time
+from contextlib import suppress
 
 import pytest
 from broadcasts import CHUNK_BYTES, MB, RUN_ID, TOKEN, fleet, flip_a_bit, snapshot, spoil, until
 
 from echo2.dissemination.broadcast.peer import Peer
 from echo2.dissemination.broadcast.relay import Credit
-from echo2.dissemination.broadcast.wire import HEADER, MAX_DATA_BYTES, Kind, WireError, connection_key, dial
+from echo2.dissemination.broadcast.wire import (
+    HEADER,
+    LENGTH,
+    MAGIC,
+    MAX_DATA_BYTES,
+    NONCE_BYTES,
+    PROOF_BYTES,
+    Kind,
+    WireError,
+    connection_key,
+    dial,
+)
 from echo2.dissemination.manifest import describe, sign, signing_key
 from echo2.errors import WaitTimeout
 
@@ -157,6 +170,33 @@ def test_who_holds_another_token_or_is_of_another_run_is_refused_by_source_and_w
         assert {member.name for member in run.source.workers} == {"w0", "w1"}
         assert [peer.peers for peer in run.peers] == [1, 1]
         stranger.stop()
+
+
+GREETINGS = {
+    "HTTP": b"GET / HTTP/1.1\r\n\r\n",
+    "no JSON": b"{" * 50,
+    "a list": b"[1]",
+    "nested without end": b"[" * 60_000,
+    "numbers as names": b'{"name": [], "port": {}}',
+}
+
+
+@pytest.mark.parametrize("greeting", GREETINGS.values(), ids=GREETINGS)
+def test_whatever_strangers_say_the_broadcast_goes_on_and_they_are_told_of_once(greeting):
+    manifest, payload = snapshot(1, MB)
+    sent = greeting if greeting.startswith(b"GET") else MAGIC + LENGTH.pack(len(greeting)) + greeting
+    with fleet(2) as run:
+        ports = [run.source.address[1], *(member.port for member in run.source.workers)]
+        for port in ports * 3:
+            with socket.create_connection(("127.0.0.1", port)) as stranger:
+                stranger.sendall(sent + bytes(NONCE_BYTES + PROOF_BYTES))
+                stranger.settimeout(5.0)
+                with suppress(ConnectionError):
+                    while stranger.recv(4096):
+                        pass
+        run.source.broadcast(manifest, payload).wait(10)
+        assert all(bytes(peer.wait(1).payload) == payload for peer in run.peers)
+        assert [event.kind for event in run.source.events if event.culprit == "127.0.0.1"] == ["refused"]
 
 
 def test_a_manifest_that_is_not_this_runs_is_never_handed_over():

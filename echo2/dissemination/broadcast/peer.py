@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import random
 import socket
@@ -24,7 +23,16 @@ from typing import Any
 from echo2.dissemination.broadcast.exchange import Delivery, Exchange, Outlook
 from echo2.dissemination.broadcast.link import Acknowledgements, Buffers, Link
 from echo2.dissemination.broadcast.reception import SOURCE
-from echo2.dissemination.broadcast.wire import Frame, Kind, WireError, accept, connection_key, dial, worker_number
+from echo2.dissemination.broadcast.wire import (
+    Frame,
+    Kind,
+    WireError,
+    accept,
+    connection_key,
+    dial,
+    parse_json,
+    worker_number,
+)
 from echo2.dissemination.manifest import Manifest
 from echo2.errors import SnapshotError, WaitTimeout
 
@@ -258,7 +266,7 @@ class Peer(LoopThread):
 
     def _from_source(self, link: Link, frame: Frame) -> bool:
         if frame.kind is Kind.ROSTER:
-            roster = json.loads(bytes(frame.body))
+            roster = parse_json(frame.body)
             self._number, self._listed = roster["you"], True
             self._members = {fields["number"]: Member(**fields) for fields in roster["members"]}
             self._exchange.others = set(self._members) - {self._number}

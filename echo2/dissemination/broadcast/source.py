@@ -25,7 +25,16 @@ from echo2.dissemination.broadcast.link import Acknowledgements, Buffers, Link
 from echo2.dissemination.broadcast.peer import TICK_S, LoopThread, Member
 from echo2.dissemination.broadcast.reception import SOURCE
 from echo2.dissemination.broadcast.record import BroadcastEvent, BroadcastRecord
-from echo2.dissemination.broadcast.wire import Frame, Kind, WireError, accept, connection_key, dial, worker_number
+from echo2.dissemination.broadcast.wire import (
+    Frame,
+    Kind,
+    WireError,
+    accept,
+    connection_key,
+    dial,
+    parse_json,
+    worker_number,
+)
 from echo2.dissemination.manifest import Manifest
 from echo2.dissemination.pacing import Allowance, Pacer
 from echo2.errors import WaitTimeout
@@ -36,6 +45,8 @@ RATE_WEIGHT = 0.2
 PROBE_S = 2.0
 KEPT_BROADCASTS = 3
 KEPT_EVENTS = 1000
+REFUSED_S, MOST_REFUSED = 60.0, 20
+"""Seconds in which a stranger's address is told once, and how many addresses are."""
 
 
 class Broadcast:
@@ -103,6 +114,7 @@ class Source(LoopThread):
         self._sent_before = self._lost_bytes = 0
         self._busy_before = False
         self._on_event = on_event
+        self._refused_s: dict[str, float] = {}
         self.events: deque[BroadcastEvent] = deque(maxlen=KEPT_EVENTS)
         """What was done to broadcasts, and by whom; the newest last."""
 
@@ -214,13 +226,21 @@ class Source(LoopThread):
             connection, address = await self._loop.sock_accept(self._listener)
             self.spawn(self._accept(connection, address))
 
+    def _refuse(self, address: str, reason: str) -> None:
+        """Tell of a stranger, once for a while: whoever can connect could fill the record else."""
+        now_s = time.monotonic()
+        self._refused_s = {known: told_s for known, told_s in self._refused_s.items() if now_s - told_s < REFUSED_S}
+        if address not in self._refused_s and len(self._refused_s) < MOST_REFUSED:
+            self._refused_s[address] = now_s
+            self._tell(BroadcastEvent("refused", address, "source", None, reason))
+
     async def _accept(self, connection: socket.socket, address: tuple[Any, ...]) -> None:
         try:
             hello = await accept(connection, self._key, lambda hello: {})
             name, port = str(hello["name"]), int(hello["port"])
         except (WireError, OSError, KeyError, TypeError, ValueError) as error:
             connection.close()
-            self._tell(BroadcastEvent("refused", str(address[0]), "source", None, str(error) or "time-out"))
+            self._refuse(str(address[0]), str(error) or "time-out")
             return
         number, host = self._number_of(name), str(hello.get("host") or address[0])
         member = Member(number, name, host, port, reachable=port > 0 and await self._probe(number, host, port))
@@ -338,7 +358,7 @@ class Source(LoopThread):
 
     def _reported(self, reporter: Worker, frame: Frame) -> None:
         """A worker accuses another one: at the worst an honest one serves no more, which costs time."""
-        fields = json.loads(bytes(frame.body))
+        fields = parse_json(frame.body)
         kind, number = str(fields["kind"]), int(fields["culprit"])
         culprit = self._workers.get(number)
         dealing = self._dealings.get(frame.broadcast)

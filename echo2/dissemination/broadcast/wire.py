@@ -121,7 +121,17 @@ def unpack_json(body: memoryview) -> dict[str, Any]:
         raise ValueError(str(error)) from None
     if not inflating.eof:
         raise ValueError("it is cut short or too large")
-    fields: dict[str, Any] = json.loads(text)
+    return parse_json(text)
+
+
+def parse_json(text: bytes | memoryview) -> dict[str, Any]:
+    """Fields that somebody sent who may be a stranger. Raises ValueError for what is no JSON object."""
+    try:
+        fields = json.loads(bytes(text))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is not JSON ({error})") from None
+    if not isinstance(fields, dict):
+        raise ValueError("it is not a JSON object")
     return fields
 
 
@@ -200,11 +210,9 @@ async def _read_hello(connection: socket.socket) -> tuple[bytes, dict[str, Any]]
     length = await _read(connection, LENGTH.size)
     body = await _read(connection, LENGTH.unpack(length)[0] + NONCE_BYTES)
     try:
-        hello = json.loads(body[:-NONCE_BYTES])
-    except ValueError:
-        raise WireError("the greeting is not JSON") from None
-    if not isinstance(hello, dict):
-        raise WireError("the greeting is not a JSON object")
+        hello = parse_json(body[:-NONCE_BYTES])
+    except ValueError as error:
+        raise WireError(f"the greeting cannot be read: {error}") from None
     return length + body, hello
 
 
