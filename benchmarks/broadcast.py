@@ -249,10 +249,10 @@ def killing(fleet: Fleet, after_s: float, workers: Sequence[int]) -> Callable[[]
 def run(arguments: argparse.Namespace) -> Figures:
     benchmark = Benchmark(arguments.relaying_gbps, 1 if arguments.quick else 3)
     benchmark.deltas(delta.FULL)
-    benchmark.relay_cost()
     ours = {"sym": benchmark.shape("sym", symmetric(8))}
     if arguments.quick:
         return benchmark.figures
+    benchmark.relay_cost()
     ours["asym"] = benchmark.shape("asym", asymmetric(8))
     python = arguments.libtorrent_python or rivals.libtorrent_python()
     benchmark.others("sym", symmetric(8), ours["sym"], 2.0, python)
