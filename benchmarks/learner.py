@@ -157,8 +157,8 @@ def peak_bytes() -> int:
 
 
 def peer_needs() -> list[str]:
-    """What this side runs on too."""
-    return [f"transformers=={version('transformers')}", f"torch=={version('torch').split('+')[0]}"]
+    """What this side runs on too, and what configuration and tasks need."""
+    return [f"{name}=={version(name).split('+')[0]}" for name in ("transformers", "torch", "blake3", "tomli-w")]
 
 
 def run_side(side: str, folder: Path, peer: str | None) -> dict[str, Any]:

@@ -17,15 +17,16 @@ def peer_python(peer: str, needs: Sequence[str] = ()) -> str | None:
     """
     folder = FOLDER / peer
     program, complete = folder / "bin" / "python", folder / "complete"
+    name, _, version = peer.rpartition("-")
+    wanted = [f"{name}=={version}", *needs]
     if not complete.exists():
         print(f"making {folder} …", flush=True)
         venv.create(folder, with_pip=True, clear=True)
-        name, _, version = peer.rpartition("-")
-        wanted = [f"{name}=={version}", *needs]
+    if not complete.exists() or complete.read_text(encoding="utf-8").split() != wanted:
         done = subprocess.run([program, "-m", "pip", "install", "--quiet", *wanted], capture_output=True, text=True)
         if done.returncode:
             reason = (done.stderr.strip() or "no reason told").splitlines()[-1]
             print(f"no peer: {name} cannot be installed, so its figures are left out ({reason})", flush=True)
             return None
-        complete.touch()
+        complete.write_text("\n".join(wanted) + "\n", encoding="utf-8")
     return str(program)

@@ -1,18 +1,20 @@
 """The fleet: the workers that run, kept at what the plan asks for.
 
 Invariants: a worker that died is replaced, with pauses that grow while it keeps dying early; every paid interval is told to the
-ledger, from launch to termination; when the fleet stops, nothing that it started is left.
+ledger, from launch to termination; a budget is never exceeded; when the fleet stops, nothing that it started is left.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 
+from clouds.budget import Budget
 from echo2.capacity.offers import Offer
 from echo2.errors import UserError
 from echo2.hub.client import HubClient
@@ -21,6 +23,10 @@ log = logging.getLogger(__name__)
 EARLY_DEATH_S = 30.0
 HOPELESS_DEATHS = 4
 LONGEST_BACKOFF_S = 60.0
+BUDGET_INTERVAL_S = 5.0
+STOP_TIMEOUT_S = 20.0
+BUDGET_RESERVE_S = BUDGET_INTERVAL_S + STOP_TIMEOUT_S + 5.0
+"""The fleet ends when the budget lasts no longer than it takes to notice and to end every worker, with some to spare."""
 
 
 class WorkerBackend(ABC):
@@ -57,6 +63,7 @@ class Fleet:
         hub: HubClient,
         size: int,
         restart_backoff_s: float,
+        budget_usd: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._backend = backend
@@ -64,6 +71,10 @@ class Fleet:
         self._names = [f"worker-{number}" for number in range(size)]
         self._backoff_s = restart_backoff_s
         self._clock = clock
+        self._budget = Budget(budget_usd, hub.cost_usd, clock)
+        self._next_budget_check = -math.inf
+        self.over_budget = ""
+        """Why the fleet ended itself, for a message; empty while it did not."""
         self._launched_at: dict[str, float] = {}
         self._endings: dict[str, str] = {}
         self._early_deaths = dict.fromkeys(self._names, 0)
@@ -74,7 +85,7 @@ class Fleet:
     def reconcile(self) -> None:
         """Replace who died; to be called about once a second."""
         with self._busy:
-            if self._stopped:
+            if self._stopped or self._ended_by_budget():
                 return
             running = self._backend.running()
             for name in self._names:
@@ -99,14 +110,32 @@ class Fleet:
                 f"{first} the last time: {self._endings[first]}"
             )
 
-    def stop(self, timeout_s: float = 20.0) -> None:
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
         """End every worker; none is launched afterwards."""
         with self._busy:
-            self._stopped = True
-            self._backend.terminate(set(self._names), timeout_s)
-            for name in self._launched_at:
-                self._tell(partial(self._hub.close_interval, name))
-            self._launched_at.clear()
+            self._end(timeout_s)
+
+    def _end(self, timeout_s: float) -> None:
+        self._stopped = True
+        self._backend.terminate(set(self._names), timeout_s)
+        for name in self._launched_at:
+            self._tell(partial(self._hub.close_interval, name))
+        self._launched_at.clear()
+
+    def _ended_by_budget(self) -> bool:
+        """Whether what is left of the budget is no more than it takes to end in time; then everything is ended."""
+        if self._clock() < self._next_budget_check:
+            return False
+        self._next_budget_check = self._clock() + BUDGET_INTERVAL_S
+        usd_per_hour = len(self._names) * self._backend.offer.price_usd_per_hour
+        if self._budget.lasts_s(usd_per_hour) > BUDGET_RESERVE_S:
+            return False
+        self.over_budget = (
+            f"activation.budget_usd = {self._budget.limit_usd:g} lasts no longer at {usd_per_hour:g} USD/h: raise it to go on"
+        )
+        log.warning("the fleet ends: %s", self.over_budget)
+        self._end(STOP_TIMEOUT_S)
+        return True
 
     def _launch(self, name: str) -> None:
         offer = self._backend.offer

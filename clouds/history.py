@@ -63,12 +63,12 @@ class History:
             rate = self._settings.spot_preemptions_per_hour if said is None else said
             place = "activation.spot_preemptions_per_hour" if said is None else "activation.places"
             prior = Figure(rate, f"prior {place} = {rate:g}")
-        alike = [rental for rented, rental in self._rentals if _fails_like(rented) == _fails_like(offer)]
+        alike = [rental for rented, rental in self._rentals if fails_like(rented) == fails_like(offer)]
         if not alike:
             return prior
         hours, lost, weight_h = math.fsum(rental.hours for rental in alike), sum(r.lost for r in alike), self._settings.prior_h
         source = f"{lost} in {hours:.1f} h in {self._where}; {prior.source} weighs {weight_h:g} h"
-        return Figure((prior.value * weight_h + lost) / (weight_h + hours), source)
+        return Figure(learned_rate(prior.value, weight_h, lost, hours), source)
 
     def _mean(self, values: Iterable[float | None], of: str) -> Figure | None:
         known = [value for value in values if value is not None]
@@ -85,5 +85,11 @@ def said_of_place(places: Iterable[PlaceSection], offer: Offer, figure: str) -> 
     return said.get(offer.region, said.get(""))
 
 
-def _fails_like(offer: Offer) -> tuple[str, str, str, bool]:
+def learned_rate(prior_per_hour: float, weight_h: float, lost: int, hours: float) -> float:
+    """λ = (λ₀·w + k)/(w + h)."""
+    return (prior_per_hour * weight_h + lost) / (weight_h + hours)
+
+
+def fails_like(offer: Offer) -> tuple[str, str, str, bool]:
+    """What is the same for offers whose machines are taken back alike."""
     return offer.cloud, offer.region, offer.accelerator, offer.spot

@@ -13,14 +13,18 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from clouds.history import Figure, History
 from clouds.traffic import traffic_usd_per_hour
 from echo2.capacity.offers import Candidate, Offer, Refusal, Rental
 from echo2.capacity.roofline import ModelShape, estimate_throughput, find_gpu
+from echo2.capacity.tables import number, percent, quantity
 from echo2.config import Config
 from echo2.config_activation import ActivationSection
 from echo2.errors import UserError
+from echo2.models.recipe import tiny_architecture
+from echo2.tasks.tokenizer import character_tokenizer
 
 ROLLOUT_BYTES_PER_TOKEN = 12
 """A token's id, its log-probability and its version."""
@@ -65,11 +69,18 @@ class Job:
 
 
 def read_shape(config: Config) -> ModelShape:
-    """The shape of the run's model from its config.json. Raises UserError where there is none or it cannot be used."""
-    path = config.model.path
-    if path == "tiny":
-        raise UserError("model.path = 'tiny' needs no rented machine: give a model's folder, of which config.json is enough")
-    file = Path(path) / "config.json"
+    """The shape of the run's model, the built-in one's or from its config.json.
+
+    Raises UserError where there is none or it cannot be used.
+    """
+    if config.model.path == "tiny":
+        content = {"model_type": "qwen3", "vocab_size": character_tokenizer().vocab_size, **tiny_architecture()}
+    else:
+        content = _read_config(Path(config.model.path) / "config.json")
+    return ModelShape.from_config(content, weight_bytes=WEIGHT_BYTES[config.model.dtype])
+
+
+def _read_config(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -78,7 +89,7 @@ def read_shape(config: Config) -> ModelShape:
         raise UserError(f"{file} is no JSON ({error}): model.path must name the folder of a Hugging Face model") from None
     if not isinstance(content, dict):
         raise UserError(f"{file} holds no JSON object: model.path must name the folder of a Hugging Face model")
-    return ModelShape.from_config(content, weight_bytes=WEIGHT_BYTES[config.model.dtype])
+    return content
 
 
 def appraise(
@@ -115,7 +126,7 @@ def _appraise_one(offer: Offer, job: Job, settings: ActivationSection, history: 
     traffic = _traffic(offer, job, settings, workers, rate.value * workers)
     dissemination = history.dissemination(offer) or job.dissemination
     preemptions, start_up = history.preemptions(offer), history.start_up(offer)
-    return Candidate(
+    candidate = Candidate(
         offer=offer,
         workers=workers,
         groups_per_s=rate.value * workers,
@@ -133,6 +144,17 @@ def _appraise_one(offer: Offer, job: Job, settings: ActivationSection, history: 
             "D": dissemination.source,
             "traffic": f"{traffic.source}; snapshots: {job.snapshot.source}",
         },
+    )
+    return candidate if candidate.is_of_use else _preempted_too_often(candidate)
+
+
+def _preempted_too_often(candidate: Candidate) -> Refusal:
+    left, start = candidate.effective_groups_per_s / candidate.groups_per_s, quantity(candidate.start_up_s, "s")
+    return Refusal(
+        candidate.offer,
+        "preempted too often",
+        f"taken back {number(candidate.preemptions_per_hour)} times an hour it completes {percent(left)} of what it could, "
+        f"with L = {quantity(candidate.group_latency_s, 's')} and {start} for each start",
     )
 
 
@@ -154,6 +176,16 @@ def _check_names(offers: Sequence[Offer], settings: ActivationSection) -> None:
             _check_name(key, f"region of {entry.cloud}", entry.region, regions | {""})
     for quota in settings.quotas:
         _check_name("quotas", "accelerator", quota.accelerator, accelerators | {""})
+
+
+def check_learner_offer(offers: Sequence[Offer], settings: ActivationSection) -> None:
+    """Raises UserError where `activation.learner_offer` names none of `offers`."""
+    name = settings.learner_offer
+    if name and all(offer.name != name for offer in offers):
+        raise UserError(
+            f"activation.learner_offer = {name!r} is no offer of catalog {settings.catalog}: name one like {offers[0].name}, "
+            "or none"
+        )
 
 
 def _check_name(key: str, what: str, name: str, known: Iterable[str]) -> None:

@@ -10,9 +10,10 @@ that is blocked. Then the cheapest plan takes its place at once. It also gives w
 starts included, which is looked for every `change_interval_s`. Where nothing keeps to the limits, as much throughput as does is
 planned, the learner waits for the rest, and more is looked for as often and whenever an offer is blocked no more.
 
-**Setbacks.** A machine that is gone without having been told to go, or that is not ready in `start_timeout_s`, is a setback of
-its offer, be it a preemption or a launch that failed. The n-th in a row blocks launches from the offer for
-min(`longest_block_s`, `first_block_s`·2ⁿ⁻¹); a machine launched later that is ready and `settled_s` old ends the row.
+**Setbacks.** A machine that is gone without having been told to go, that lost its workers, or that is not ready in
+`start_timeout_s`, is a setback of its offer, be it a preemption or a launch that failed. The n-th in a row blocks launches from
+the offer for min(`longest_block_s`, `first_block_s`·2ⁿ⁻¹); a machine launched later that is ready and `settled_s` old ends the
+row.
 """
 
 from __future__ import annotations
@@ -28,33 +29,12 @@ from echo2.capacity.activation import Demand
 from echo2.capacity.limits import TOLERANCE, Limits
 from echo2.capacity.offers import Candidate, Offer
 from echo2.capacity.relaxations import RelaxationSearch, is_fresh
-from echo2.capacity.selection import Selection
+from echo2.capacity.selection import Selection, least_cost_usd_per_hour
 from echo2.capacity.tables import number
+from echo2.config_activation import PaceSection
 
 SEARCH_S = 10.0
 """Longest search for a plan."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """How fast the fleet follows plans, prices and faults."""
-
-    least_saving: float = 0.1
-    """Share of a plan's cost that another one must save to take its place."""
-    change_interval_s: float = 600.0
-    """How long a plan that can be kept to stands before a cheaper one is looked for."""
-    settled_s: float = 600.0
-    """Age at which a machine has shown that its offer can be had, and may be given up because others are enough."""
-    first_block_s: float = 60.0
-    """How long the first setback blocks an offer."""
-    longest_block_s: float = 3600.0
-    """How long any number of setbacks blocks it."""
-    start_timeout_s: float = 900.0
-    """Longest wait for a launched machine to be ready."""
-    drain_timeout_s: float = 120.0
-    """Longest wait for a machine to hand in what it has under way."""
-    most_launches: int = 8
-    """Launches under way at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +43,8 @@ class Machine:
 
     name: str
     offer: Offer
-    phase: Literal["launching", "ready", "draining", "done"]
-    """`done` once it has nothing under way any more, or was told to stop."""
+    phase: Literal["launching", "ready", "draining", "done", "lost"]
+    """`done` once it has nothing under way any more, or was told to stop; `lost` where it is there, but not its workers."""
     launched_at_s: float
     draining_since_s: float = 0.0
     """When it was told to drain, if it was."""
@@ -106,6 +86,8 @@ class Memory:
     """By the offer's name."""
     expected: Mapping[str, str] = field(default_factory=dict)
     """Machines that should be there next time, and their offers."""
+    launches: int = 0
+    """So many were asked for so far; the next machine has this number, and none has it again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +107,10 @@ def reconcile(
     limits: Limits,
     machines: Sequence[Machine],
     now_s: float,
-    pace: Pace,
+    pace: PaceSection,
+    stem: str = "machine",
 ) -> tuple[Memory, list[Action]]:
-    """What to do at `now_s`: an action for each machine, and the launches.
+    """What to do at `now_s`: an action for each machine, and the launches, of machines called `stem` and a number.
 
     `candidates` hold today's figures; what runs of them is counted from `machines`; names tell offers apart. `machines` hold
     every launch that was asked for until it is known to have failed; whoever was told to drain or stop is told again.
@@ -141,22 +124,26 @@ def reconcile(
     planned = _choose_plan(memory, known, demand, limits, now_s, pace)
     plan, needed_groups_per_s = planned.selection, min(demand.needed_groups_per_s, planned.goal_groups_per_s)
     room = _Room(limits, {c.offer.name: c for c in known})
-    launches, cramped = _launches(plan, room, machines, alive, pace)
+    names = map(f"{stem}-{{}}".format, itertools.count(memory.launches))
+    launches, cramped = _launches(plan, room, machines, alive, pace, names)
     given_up = _given_up(plan, room, machines, alive, cramped, needed_groups_per_s, now_s, pace)
     actions = launches + [_fate(machine, machine.name in late, given_up, now_s, pace) for machine in machines]
     expected = {action.name: action.offer.name for action in actions if action.kind in ("launch", "keep")}
     goal, asked = planned.goal_groups_per_s, planned.asked_groups_per_s
-    return Memory(_counts(plan), goal, asked, planned.searched_at_s, setbacks, expected), actions
+    counted = memory.launches + len(launches)
+    return Memory(_counts(plan), goal, asked, planned.searched_at_s, setbacks, expected, counted), actions
 
 
-def _setbacks(memory: Memory, machines: Sequence[Machine], late: set[str], now_s: float, pace: Pace) -> dict[str, Setback]:
+def _setbacks(
+    memory: Memory, machines: Sequence[Machine], late: set[str], now_s: float, pace: PaceSection
+) -> dict[str, Setback]:
     """With those that were noticed now, and without those of offers that have settled."""
     found = dict(memory.setbacks)
     for machine in machines:
         setback, settled = found.get(machine.offer.name), now_s - machine.launched_at_s >= pace.settled_s
         if setback is not None and machine.phase == "ready" and settled and machine.launched_at_s > setback.at_s:
             del found[machine.offer.name]
-    there = {machine.name for machine in machines} - late
+    there = {machine.name for machine in machines if machine.phase != "lost"} - late
     for offer in sorted({offer for name, offer in memory.expected.items() if name not in there}):
         in_a_row = found[offer].in_a_row + 1 if offer in found else 1
         block_s = min(pace.longest_block_s, pace.first_block_s * 2.0 ** min(in_a_row - 1, 100))
@@ -165,7 +152,7 @@ def _setbacks(memory: Memory, machines: Sequence[Machine], late: set[str], now_s
 
 
 def _choose_plan(
-    memory: Memory, candidates: Sequence[Candidate], demand: Demand, limits: Limits, now_s: float, pace: Pace
+    memory: Memory, candidates: Sequence[Candidate], demand: Demand, limits: Limits, now_s: float, pace: PaceSection
 ) -> Planned:
     """The standing plan, or another that has reason to take its place."""
     needed = demand.needed_groups_per_s
@@ -177,10 +164,17 @@ def _choose_plan(
     urgent = not stands or needed > memory.asked_groups_per_s or (short and unblocked)
     if not urgent and now_s - memory.searched_at_s < pace.change_interval_s:
         return Planned(standing, memory.goal_groups_per_s, memory.asked_groups_per_s, memory.searched_at_s)
+    worth_leaving_usd_per_hour = standing.cost_usd_per_hour * (1 - pace.least_saving)
+    if (
+        stands
+        and memory.goal_groups_per_s >= needed * (1 - TOLERANCE)
+        and least_cost_usd_per_hour(fresh, needed, limits) > worth_leaving_usd_per_hour
+    ):
+        return Planned(standing, memory.goal_groups_per_s, needed, now_s)
     search = RelaxationSearch(candidates, demand.learner_step_s, demand.slack_steps, needed, limits, SEARCH_S)
     found, goal = search.most() or (Selection((), (), limits), 0.0)
     no_more = goal <= memory.goal_groups_per_s * (1 + TOLERANCE)
-    if stands and no_more and found.cost_usd_per_hour > standing.cost_usd_per_hour * (1 - pace.least_saving):
+    if stands and no_more and found.cost_usd_per_hour > worth_leaving_usd_per_hour:
         return Planned(standing, memory.goal_groups_per_s, needed, now_s)
     return Planned(found, goal, needed, now_s)
 
@@ -214,11 +208,14 @@ class _Room:
 
 
 def _launches(
-    plan: Selection, room: _Room, machines: Sequence[Machine], alive: Sequence[Machine], pace: Pace
+    plan: Selection,
+    room: _Room,
+    machines: Sequence[Machine],
+    alive: Sequence[Machine],
+    pace: PaceSection,
+    names: Iterator[str],
 ) -> tuple[list[Action], Offer | None]:
     """Launches, cheapest per rollout first, and the first offer for which there was no room beside what is there."""
-    taken = {machine.name for machine in machines}
-    names = (name for name in map("machine-{}".format, itertools.count()) if name not in taken)
     there, cramped = [machine.offer for machine in machines], None
     found: list[Action] = []
     free = pace.most_launches - sum(machine.phase == "launching" for machine in alive)
@@ -243,7 +240,7 @@ def _given_up(
     cramped: Offer | None,
     needed_groups_per_s: float,
     now_s: float,
-    pace: Pace,
+    pace: PaceSection,
 ) -> dict[str, str]:
     """Machines beyond the plan that may go now, and why: the others are enough, or there is no room."""
     counts, ready = _counts(plan), [machine for machine in alive if machine.phase == "ready"]
@@ -273,10 +270,12 @@ def _surplus(counts: Mapping[str, int], alive: Sequence[Machine]) -> Iterator[Ma
             yield machine
 
 
-def _fate(machine: Machine, late: bool, given_up: Mapping[str, str], now_s: float, pace: Pace) -> Action:
+def _fate(machine: Machine, late: bool, given_up: Mapping[str, str], now_s: float, pace: PaceSection) -> Action:
     """What is done with a machine that is there."""
     if late:
         return Action("stop", machine.name, machine.offer, f"it was not ready in {number(pace.start_timeout_s)} s")
+    if machine.phase == "lost":
+        return Action("stop", machine.name, machine.offer, "its workers are gone")
     if machine.phase == "done":
         return Action("stop", machine.name, machine.offer, "it has nothing under way")
     if machine.phase == "draining":

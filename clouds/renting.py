@@ -14,14 +14,15 @@ from pathlib import Path
 
 from clouds.catalog import read_catalog
 from clouds.history import Figure
-from clouds.offers import Job, appraise, read_shape
+from clouds.offers import Job, appraise, check_learner_offer, read_shape
 from echo2.capacity.activation import Activation, Demand, activate
 from echo2.capacity.latencies import Latency
 from echo2.capacity.limits import Limits, Quota
-from echo2.capacity.model import Links, Workload
-from echo2.capacity.offers import Candidate, Refusal, Rental
+from echo2.capacity.model import Links, Workload, required_throughput
+from echo2.capacity.offers import Candidate, Offer, Refusal, Rental
 from echo2.capacity.plan import Plan
-from echo2.capacity.provisioning import provision
+from echo2.capacity.pool import unit_of_slots
+from echo2.capacity.provisioning import Provision, provision
 from echo2.capacity.rented_pool import mean_latency_s, simulate_selection
 from echo2.capacity.simulation import SimulationResult
 from echo2.capacity.transfer import deltas_pay
@@ -48,6 +49,8 @@ class Renting:
     clouds: int
     """Clouds in it."""
     activation: Activation
+    need: Provision
+    """The pool at the latency of these machines, which their throughput is to come up to."""
     simulated: SimulationResult | None
     """The twin for these machines; None where there is no plan."""
     strays: tuple[str, ...]
@@ -71,19 +74,28 @@ def choose_machines(config: Config, plan: Plan, measured: Measured = NOTHING_MEA
 
     Raises UserError where catalog or model cannot be read, or no offer can be used.
     """
-    settings, folder = config.activation, Path(config.activation.catalog)
-    offers = read_catalog(folder)
-    candidates, refused = appraise(offers, job_of(config, plan, measured), settings, measured.rentals, measured.where)
-    activation = settle(config, plan, candidates, limits_of(settings), refused)
+    offers, candidates, refused = appraise_catalog(config, plan, measured)
+    activation = settle(config, plan, candidates, limits_of(config.activation), refused)
     return Renting(
         plan=plan,
-        catalog=folder,
+        catalog=Path(config.activation.catalog),
         offers=len(offers),
         clouds=len({offer.cloud for offer in offers}),
         activation=activation,
+        need=_need_at(plan, _latency_s(activation, candidates)),
         simulated=_simulated(config, plan, activation),
         strays=_strays(candidates, measured.rentals),
     )
+
+
+def appraise_catalog(
+    config: Config, plan: Plan, measured: Measured = NOTHING_MEASURED
+) -> tuple[list[Offer], list[Candidate], list[Refusal]]:
+    """All offers of `activation.catalog`, and each as candidate or refusal. Raises UserError as `choose_machines` does."""
+    offers = read_catalog(Path(config.activation.catalog))
+    check_learner_offer(offers, config.activation)
+    job = job_of(config, plan, measured)
+    return offers, *appraise(offers, job, config.activation, measured.rentals, measured.where)
 
 
 def settle(
@@ -95,27 +107,39 @@ def settle(
     are so much slower that they would need more, the choice is made anew with that.
     """
 
-    def needed_at(latency_s: float) -> float:
-        return _needed_groups_per_s(plan.workload, plan.links, plan.target_utilisation, plan.terms.latency.scaled_to(latency_s))
-
-    needed_groups_per_s = needed_at(min(candidates, key=Candidate.usd_per_group).group_latency_s)
+    needed_groups_per_s = _need_at(plan, _cheapest_latency_s(candidates)).groups_per_s
     for _ in range(ROUNDS):
         demand = demand_of(config, plan, needed_groups_per_s)
         found = activate(candidates, demand, limits, refused=refused, time_limit_s=config.activation.time_limit_s)
         if found.selection is None:
             break
-        own_groups_per_s = needed_at(mean_latency_s(found.selection))
+        own_groups_per_s = _need_at(plan, mean_latency_s(found.selection)).groups_per_s
         if own_groups_per_s <= needed_groups_per_s * (1 + SAME_THROUGHPUT):
             break
         needed_groups_per_s = own_groups_per_s
     return found
 
 
+def _latency_s(activation: Activation, candidates: Sequence[Candidate]) -> float:
+    return _cheapest_latency_s(candidates) if activation.selection is None else mean_latency_s(activation.selection)
+
+
+def _cheapest_latency_s(candidates: Sequence[Candidate]) -> float:
+    return min(candidates, key=Candidate.usd_per_group).group_latency_s
+
+
+def _need_at(plan: Plan, latency_s: float) -> Provision:
+    return _need(plan.workload, plan.links, plan.target_utilisation, plan.terms.latency.scaled_to(latency_s))
+
+
 @lru_cache(maxsize=256)
-def _needed_groups_per_s(workload: Workload, links: Links, target_utilisation: float, latency: Latency) -> float:
-    """What the provisioning rule asks for slot by slot, since machines to be rented are not the workers of the plan."""
-    κ = workload.publish_interval
-    return provision(workload, links, target_utilisation, latency=latency, publish_intervals=[κ]).groups_per_s
+def _need(workload: Workload, links: Links, target_utilisation: float, latency: Latency) -> Provision:
+    """What the provisioning rule asks for slot by slot, since machines to be rented are not the workers of the plan.
+
+    Parts of a slot count where the need is few of them: what is needed must not depend on how fast a whole one is.
+    """
+    κ, unit = workload.publish_interval, unit_of_slots(required_throughput(workload) * latency.mean_s)
+    return provision(workload, links, target_utilisation, latency=latency, publish_intervals=[κ], unit=unit)
 
 
 def job_of(config: Config, plan: Plan, measured: Measured) -> Job:

@@ -63,13 +63,15 @@ def _figure_rows(renting: Renting, selection: Selection) -> Iterator[tuple[str, 
     activation, plan, simulated = renting.activation, renting.plan, renting.simulated
     demand, limits = activation.demand, activation.limits
     target = percent(plan.target_utilisation)
-    why = f"for {target} utilisation, and {percent(demand.margin)} more"
+    why, short = f"for {target} utilisation, and {percent(demand.margin)} more", ""
+    if not renting.need.reachable:
+        why = f"{_out_of_reach(renting)}; {percent(demand.margin)} more is rented"
+        short = f": {renting.need.prediction.binding.name} is short, and more machines do not help"
     yield "needed throughput", quantity(demand.needed_groups_per_s, "groups/s"), why
     if simulated is not None:
         missed = simulated.utilisation < plan.target_utilisation * (1 - 1e-6)
-        verdict = (
-            f"by simulation of these machines, preemptions included; target {target} is {'missed' if missed else 'reached'}"
-        )
+        outcome = f"target {target} is {f'missed{short}' if missed else 'reached'}"
+        verdict = f"by simulation of these machines, preemptions included; {outcome}"
         yield "learner utilisation U", percent(simulated.utilisation), verdict
         per_step = selection.usd_per_hour * simulated.step_time_s / 3600
         yield "rent and traffic", f"{number(per_step)} USD per step", f"{number(selection.usd_per_hour)} USD/h"
@@ -83,6 +85,11 @@ def _figure_rows(renting: Renting, selection: Selection) -> Iterator[tuple[str, 
     for place, load in sorted(selection.domain_loads.items(), key=lambda item: -item[1])[:1]:
         yield f"largest {limits.failure_domain}", percent(load / selection.groups_per_s), f"of the throughput, in {place}"
     yield from _changes(renting, selection)
+
+
+def _out_of_reach(renting: Renting) -> str:
+    target, best = percent(renting.plan.target_utilisation), percent(renting.need.simulated.utilisation)
+    return f"{target} is out of reach of any pool with their latency; this gives the best, {best}"
 
 
 def _changes(renting: Renting, selection: Selection) -> Iterator[tuple[str, ...]]:
@@ -119,6 +126,10 @@ def _refusal_rows(activation: Activation) -> Iterator[tuple[str, ...]]:
     for refusal in activation.refusals:
         by_reason.setdefault(refusal.reason, []).append(refusal)
     for reason, alike in sorted(by_reason.items(), key=lambda item: -len(item[1])):
-        example = alike[0]
+        example, sentences = alike[0], {refusal.sentence for refusal in alike}
         text = f"{example.offer.name}: {example.sentence}"
+        if sentences == {activation.obstacle}:
+            text = "see above"
+        elif len(alike) > 1 and len(sentences) == 1:
+            text = example.sentence
         yield reason, str(len(alike)), text if len(text) <= LONGEST_SENTENCE else f"{text[:LONGEST_SENTENCE]} …"

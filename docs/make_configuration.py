@@ -9,6 +9,7 @@ from typing import Any
 import tomli_w
 
 from echo2.config import Config
+from echo2.config_base import MOST_ROLLOUTS
 from echo2.run_directory import FIXED_SECTIONS
 
 TARGET = Path(__file__).with_name("configuration.md")
@@ -30,6 +31,20 @@ This page is made from the sections in `echo2/config_sections.py` and the module
 A run is made from TOML files, read left to right, and `section.key=value` overrides, which win over every file. Keys that
 are not on this page are refused. `echo2 train --dry-run` prints the resolved configuration, every key included.
 
+What a configuration alone cannot tell is looked at before anything is made, and by `--dry-run`; all that is wrong is told at
+once, with exit code 2:
+
+- folders that cannot be made or written: `run.directory`, `learner.checkpoints`, `model.cache_directory` and
+  `worker.spool_directory`;
+- a `model.path` that is no whole model folder, has another alphabet than the task, or fewer positions than a completion needs;
+- a task that cannot be imported or made, or has too few prompts; a `learner.best_metric` that no step will have;
+- `hub.port` and `dissemination.port` that are taken, or one and the same;
+- packages that the learner, a tracker, adapters or a bucket need; credentials for buckets and trackers;
+- a `fleet.python` that is no Python, cannot import echo2, lacks what `worker.engine` needs, or does not have `worker.device`;
+- a `learner.device`, or as many `learner.devices`, as are not there; an `activation.catalog` that is none.
+
+A dry run ends with what it did not look at. It does not import torch, unless a device is named or there are several.
+
 Sections are checked together too:
 
 - κ ≤ S + 1, else no snapshot is fresh enough for every step;
@@ -37,6 +52,8 @@ Sections are checked together too:
 - `evaluation.every_steps` is a multiple of κ, else some versions that are due are never published;
 - `evaluation.samples` = 1 where `evaluation.temperature` is 0, since greedy completions are all the same;
 - `batch.members` ≥ 2 where `batch.drop_zero_variance` is true, since one member has no variance;
+- `batch.groups` · `batch.members` and `evaluation.prompts` · `evaluation.samples` ≤ {MOST_ROLLOUTS:,}, since all of these
+  completions are in memory together;
 - `hub.heartbeat_timeout_s` ≥ 3 · `worker.heartbeat_interval_s`;
 - `objective.loss_type = "gspo"` only with `objective.loss_agg_mode = "seq_mean_token_mean"`;
 - `objective.importance_sampling_mode` other than `"off"` with `objective.loss_type = "decoupled_ppo"`, and with no other;

@@ -90,6 +90,15 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _ports_differ(self) -> Config:
+        if self.dissemination.peers and self.hub.port and self.hub.port == self.dissemination.port:
+            raise ValueError(
+                f"hub.port = dissemination.port = {self.hub.port}, and the hub needs a port for each: choose another one, or 0 "
+                "to let the system choose"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _workers_can_be(self) -> Config:
         if self.worker.peer_port and self.fleet.workers > 1:
             raise ValueError(
@@ -168,7 +177,7 @@ def _read_toml(file: Path) -> dict[str, Any]:
         raise ConfigError(f"configuration file {file} does not exist: check the path") from None
     except OSError as error:
         raise ConfigError(f"configuration file {file} cannot be read ({error.strerror}): check the path") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # of TOML, UTF-8, or a number of thousands of digits
         raise ConfigError(f"configuration file {file} is not valid TOML: {error}") from None
 
 
@@ -179,7 +188,7 @@ def _parse_override(setting: str) -> dict[str, Any]:
         raise ConfigError(f"override {setting!r} is not of the form section.key=value, for example staleness.bound=2")
     try:
         value: Any = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except ValueError:  # no TOML, or a number of thousands of digits
         value = text
     for key in reversed(keys):
         value = {key: value}

@@ -10,13 +10,28 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from echo2.config_base import S3_LOCATION, NonNegativeInt, Section
+from echo2.config_base import (
+    GREATEST_TEMPERATURE,
+    LEAST_TEMPERATURE,
+    MOST_BYTES_PER_S,
+    MOST_MEMBERS,
+    MOST_ROLLOUTS,
+    S3_LOCATION,
+    Bytes,
+    BytesPerS,
+    Device,
+    Seconds,
+    Section,
+    Share,
+    Steps,
+    Threads,
+    Tokens,
+    Usd,
+)
 
 FolderPath = Annotated[Path, Field(strict=False)]
-Share = Annotated[float, Field(gt=0.0, le=1.0)]
-LEAST_TEMPERATURE = 1e-3
 
 AdvantageEstimator = Literal["grpo", "mean_only", "batch", "rloo"]
 LossType = Literal["grpo", "gspo", "cispo", "decoupled_ppo"]
@@ -32,9 +47,9 @@ class RunSection(Section):
     """Folder name of the run; letters, digits, dot, dash, underscore."""
     directory: FolderPath = Path("runs")
     """Folder that holds the runs; the record of this one lies in `directory/name`."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
     """Seed of everything random; sampling derives from (seed, group, member)."""
-    steps: PositiveInt = 100
+    steps: Steps = 100
     """Learner steps in the whole run, over all its segments."""
 
 
@@ -56,18 +71,27 @@ class BatchSection(Section):
 
     groups: Annotated[int, Field(ge=1, le=65536)] = 32
     """B: groups (prompts) in a batch."""
-    members: PositiveInt = 8
+    members: Annotated[int, Field(ge=1, le=MOST_MEMBERS)] = 8
     """G: completions sampled for each prompt."""
     drop_zero_variance: bool = True
     """Drop a group whose members all earn the same reward: its advantages are all 0, so it teaches nothing."""
+
+    @model_validator(mode="after")
+    def _rollouts_have_room(self) -> Self:
+        if self.groups * self.members > MOST_ROLLOUTS:
+            raise ValueError(
+                f"batch.groups = {self.groups} with batch.members = {self.members} makes {self.groups * self.members} "
+                f"completions in one batch, over {MOST_ROLLOUTS}: lower one of them"
+            )
+        return self
 
 
 class SamplingSection(Section):
     """How completions are sampled; log-probabilities are those of the distribution that was sampled from."""
 
-    temperature: Annotated[float, Field(ge=LEAST_TEMPERATURE)] = 1.0
+    temperature: Annotated[float, Field(ge=LEAST_TEMPERATURE, le=GREATEST_TEMPERATURE)] = 1.0
     """Divides the logits before sampling."""
-    max_completion_tokens: PositiveInt = 8
+    max_completion_tokens: Tokens = 8
     """A completion that reaches this length ends with finish reason `length`."""
 
 
@@ -76,7 +100,7 @@ class StalenessSection(Section):
 
     bound: Annotated[int, Field(ge=0, le=256)] = 2
     """S: a group made by version v may be trained at step t only if t − v ≤ S; unit: learner steps."""
-    publish_interval: PositiveInt = 1
+    publish_interval: Annotated[int, Field(ge=1, le=257)] = 1
     """κ: a snapshot is published after every κ-th step; κ ≤ S + 1."""
 
 
@@ -91,27 +115,27 @@ class ObjectiveSection(Section):
     """How tokens add up: `token_mean`, `seq_mean_token_mean`, `seq_mean_token_sum`, `dr_grpo` (constant length)."""
     clip_ratio_low: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
     """The ratio is clipped below at 1 − this; `cispo` has no lower bound. `gspo` needs far smaller bounds, about 3e-4."""
-    clip_ratio_high: PositiveFloat = 0.28
+    clip_ratio_high: Annotated[float, Field(gt=0.0, le=1e6)] = 0.28
     """… and above at 1 + this."""
-    clip_ratio_c: Annotated[float, Field(ge=0.0)] = 0.0
+    clip_ratio_c: Annotated[float, Field(ge=0.0, le=1e9)] = 0.0
     """Dual clip: a negative advantage's loss stays below this times its size; 0 sets no such bound."""
     importance_sampling_mode: ImportanceSamplingMode = "off"
     """`decoupled_ppo` only: weights from the behaviour to the proximal policy, by token or sequence, truncated or masked."""
-    importance_sampling_clip_min: Annotated[float, Field(ge=0.0)] = 0.0
+    importance_sampling_clip_min: Annotated[float, Field(ge=0.0, le=1e9)] = 0.0
     """Weights below are raised to this (`…_truncate`) or made 0 (`…_mask`)."""
-    importance_sampling_clip_max: PositiveFloat = 2.0
+    importance_sampling_clip_max: Annotated[float, Field(gt=0.0, le=1e9)] = 2.0
     """Weights above are lowered to this (`…_truncate`) or made 0 (`…_mask`)."""
-    beta: Annotated[float, Field(ge=0.0)] = 0.0
+    beta: Annotated[float, Field(ge=0.0, le=1e6)] = 0.0
     """Coefficient of the KL divergence from the run's first policy, which is then kept in memory; 0 leaves it out."""
     kl_estimator: KLEstimator = "k3"
     """How that divergence is estimated from sampled tokens."""
-    entropy_coef: Annotated[float, Field(ge=0.0)] = 0.0
+    entropy_coef: Annotated[float, Field(ge=0.0, le=1e6)] = 0.0
     """Coefficient of the entropy bonus; 0 leaves it out."""
     overlong: Literal["keep", "mask", "soft"] = "keep"
     """Completions cut off by length: `keep` trains them like others, `mask` not at all; `soft` lowers rewards of long ones."""
-    overlong_buffer_tokens: PositiveInt = 2
+    overlong_buffer_tokens: Tokens = 2
     """`soft`: the last tokens before `sampling.max_completion_tokens`, over which the penalty rises from 0."""
-    overlong_penalty_factor: PositiveFloat = 1.0
+    overlong_penalty_factor: Annotated[float, Field(gt=0.0, le=1e6)] = 1.0
     """`soft`: what the reward of a completion of full length loses."""
 
     @model_validator(mode="after")
@@ -140,13 +164,13 @@ class ObjectiveSection(Section):
         if self.loss_type == "decoupled_ppo" and mode == "off":
             raise ValueError(
                 "objective.loss_type = 'decoupled_ppo' with objective.importance_sampling_mode = 'off' takes stale rollouts "
-                "for fresh ones: set importance_sampling_mode=token_truncate, or loss_type=grpo"
+                "for fresh ones: set objective.importance_sampling_mode=token_truncate, or objective.loss_type=grpo"
             )
         if self.loss_type != "decoupled_ppo" and mode != "off":
             raise ValueError(
                 f"objective.importance_sampling_mode = {mode!r} with objective.loss_type = {self.loss_type!r} corrects twice, "
-                f"since its ratio is against the behaviour policy already: set importance_sampling_mode=off, or "
-                f"loss_type=decoupled_ppo"
+                f"since its ratio is against the behaviour policy already: set "
+                "objective.importance_sampling_mode=off, or objective.loss_type=decoupled_ppo"
             )
         if low >= high:
             raise ValueError(
@@ -163,38 +187,50 @@ class HubSection(Section):
     """Address to listen on."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port to listen on; 0 lets the system choose a free one."""
-    lease_timeout_s: PositiveFloat = 120.0
-    """A lease that is not answered within this time is given to another worker."""
-    max_attempts: PositiveInt = 5
+    lease_timeout_s: Seconds = 120.0
+    """A lease of which nothing is handed in within this time, or again within it, is given to another worker."""
+    max_attempts: Annotated[int, Field(ge=1, le=1000)] = 5
     """A group whose leases or members failed this often is given up as `failed`."""
-    heartbeat_timeout_s: PositiveFloat = 15.0
+    heartbeat_timeout_s: Seconds = 15.0
     """A worker that was silent for this long is lost; its leases are given to others."""
-    scoring_processes: PositiveInt = 1
+    scoring_processes: Annotated[int, Field(ge=1, le=256)] = 1
     """Processes that score completions."""
-    scoring_timeout_s: PositiveFloat = 10.0
+    scoring_timeout_s: Seconds = 10.0
     """Longest time for scoring one completion; over it, scoring has failed (which is not a reward of 0)."""
-    max_body_bytes: PositiveInt = 256 * 1024 * 1024
+    max_body_bytes: Annotated[int, Field(ge=1000, le=10**10)] = 256 * 1024 * 1024
     """Largest request body that is accepted."""
-    start_timeout_s: PositiveFloat = 90.0
+    start_timeout_s: Seconds = 90.0
     """Longest wait for the hub to answer after it was started."""
 
 
 class WorkerSection(Section):
     """A rollout worker."""
 
-    engine: Literal["transformers", "simulated"] = "transformers"
-    """What generates: `transformers` on CPU or GPU, `simulated` for rehearsals without a model."""
-    slots: PositiveInt = 16
-    """Groups that one worker generates at a time."""
-    threads: PositiveInt = 1
+    engine: Literal["transformers", "vllm", "simulated"] = "transformers"
+    """What generates: `transformers` on CPU or GPU, `vllm` faster, `simulated` for rehearsals without a model."""
+    slots: Annotated[int, Field(ge=1, le=65536)] = 16
+    """Most groups that one worker has under way; its memory may hold fewer."""
+    update_mode: Literal["drain", "in_flight"] = "drain"
+    """New weights are loaded once what is under way is finished (`drain`), or amidst it (`in_flight`), with any engine."""
+    hand_in_tokens: Tokens = 512
+    """Tokens of a completion after which they are handed in, so that a worker that dies loses no more, and then again."""
+    threads: Threads = 1
     """CPU threads of a worker's process."""
-    device: str = "auto"
+    device: Device = "auto"
     """`auto` takes CUDA where there is one, else the CPU."""
-    heartbeat_interval_s: PositiveFloat = 2.0
+    memory_share: Share = 0.9
+    """`vllm` engine: share of a GPU's memory for weights, keys and values."""
+    cache_bytes: Bytes = 0
+    """`vllm` engine: memory for keys and values; 0 for the rest of that share, or 256 MiB on a CPU."""
+    heartbeat_interval_s: Annotated[float, Field(ge=1e-3, le=3600.0)] = 2.0
     """Time between heartbeats."""
-    orphan_timeout_s: PositiveFloat = 120.0
+    orphan_timeout_s: Seconds = 120.0
     """A worker that cannot reach its hub for this long ends itself."""
-    request_timeout_s: PositiveFloat = 30.0
+    preemption_notice: Literal["auto", "none", "aws", "gcp", "azure"] = "auto"
+    """Whose metadata service is asked whether this machine is about to be taken back; `auto` goes by the machine's maker."""
+    spool_directory: FolderPath = Path("~/.cache/echo2/spool")
+    """Where generated groups wait while the hub is away, also for the next worker of the same run and name."""
+    request_timeout_s: Seconds = 30.0
     """Time-out of one request to the hub, long-polls excepted by the time they ask for."""
     peer_host: str = ""
     """Address on which other workers may connect to pass snapshots on; empty for all, or 127.0.0.1 where the hub is there."""
@@ -204,7 +240,7 @@ class WorkerSection(Section):
     """Address that the others are told; empty for the one from which this worker reaches the hub."""
     snapshot_source: Literal["auto", "object_store"] = "auto"
     """`auto`: the broadcast, else the hub, else the run's object store; `object_store`: that store, else the hub."""
-    simulated_group_latency_s: PositiveFloat = 0.2
+    simulated_group_latency_s: Seconds = 0.2
     """`simulated` engine: seconds that a group takes, on average."""
     simulated_latency_cv: Annotated[float, Field(ge=0.0, le=10.0)] = 0.0
     """`simulated` engine: standard deviation of these seconds over their mean, lognormal; 0 makes all groups alike."""
@@ -213,14 +249,16 @@ class WorkerSection(Section):
 class FleetSection(Section):
     """The workers that ECHO-2 starts and watches."""
 
-    workers: NonNegativeInt = 2
+    workers: Annotated[int, Field(ge=0, le=4096)] = 2
     """Workers to keep running; 0 leaves starting them to you (`echo2 worker`)."""
-    start_timeout_s: PositiveFloat = 180.0
+    start_timeout_s: Seconds = 180.0
     """Longest wait for the first worker to register."""
-    restart_backoff_s: PositiveFloat = 1.0
+    restart_backoff_s: Seconds = 1.0
     """Pause before a worker that died is replaced; doubles with each early death, up to a minute."""
-    price_usd_per_hour: Annotated[float, Field(ge=0.0)] = 0.0
+    price_usd_per_hour: Usd = 0.0
     """What one local worker is taken to cost."""
+    python: str = ""
+    """Python program of another environment for these workers, such as `.venv-vllm/bin/python`; empty for the learner's own."""
 
 
 class DisseminationSection(Section):
@@ -234,11 +272,11 @@ class DisseminationSection(Section):
     """Port of the hub's host for the broadcast among peers; 0 lets the system choose a free one."""
     deltas: bool = True
     """Send workers the lossless difference from the version that they hold, where that is smaller than the whole."""
-    retain_snapshots: PositiveInt = 8
+    retain_snapshots: Annotated[int, Field(ge=1, le=10_000)] = 8
     """Newest snapshots to keep; at least S + κ, so that none in use is deleted."""
-    timeout_s: PositiveFloat = 120.0
+    timeout_s: Seconds = 120.0
     """Longest wait for all live workers to hold a new snapshot; who is late is named, and the run goes on."""
-    uplink_bytes_per_s: Annotated[float, Field(ge=0.0)] = 0.0
+    uplink_bytes_per_s: BytesPerS = 0.0
     """Most that the hub sends of snapshots, by broadcast and HTTP together; 0 sets no cap."""
     object_store: str = ""
     """`s3://BUCKET/PREFIX` of a bucket that the learner copies snapshots to and workers read from; empty for none."""
@@ -246,7 +284,7 @@ class DisseminationSection(Section):
     """Where the bucket's server is, such as `https://minio.example:9000`; empty for AWS."""
     object_store_concurrency: Annotated[int, Field(ge=1, le=64)] = 8
     """Parts or ranges of one snapshot that travel to or from the bucket at the same time."""
-    object_store_anchor_interval: PositiveInt = 8
+    object_store_anchor_interval: Annotated[int, Field(ge=1, le=10_000)] = 8
     """After so many versions as deltas one is copied to the bucket in full as well, or sooner if they come to as many bytes."""
 
     @field_validator("chunk_bytes")
@@ -289,13 +327,13 @@ class CapacitySection(Section):
     """α: share of the scored groups that are trained, the others being filtered; what expires comes out of the model."""
     transfer_s: Annotated[float, Field(ge=0.0, le=1e6)] | None = None
     """D_tx: seconds that one snapshot occupies the links. Left out, it follows from the bytes and links, or is 0.1 s."""
-    snapshot_bytes: NonNegativeInt = 0
+    snapshot_bytes: Bytes = 0
     """F: bytes of a snapshot in full; 0 where that is not known (a simulated learner's is)."""
     delta_share: Share = 0.05
     """Bytes of a delta over those of the snapshot in full; where `model.dtype` is float32 deltas save little."""
-    worker_uplink_bytes_per_s: Annotated[float, Field(ge=0.0)] | None = None
+    worker_uplink_bytes_per_s: BytesPerS | None = None
     """What a worker passes on of a snapshot, on average, 0 where nobody can connect to it. Left out: not known."""
-    worker_downlink_bytes_per_s: PositiveFloat | None = None
+    worker_downlink_bytes_per_s: Annotated[float, Field(gt=0.0, le=MOST_BYTES_PER_S)] | None = None
     """What the slowest worker can receive of a snapshot. Left out: more than it is sent."""
     dissemination_fixed_s: Annotated[float, Field(ge=0.0, le=1e6)] = 0.2
     """D_fix: export, encoding, latency and loading, in seconds."""
@@ -317,7 +355,7 @@ class TrackingSection(Section):
 class FlowSection(Section):
     """How the run appears in Prefect."""
 
-    segment_steps: PositiveInt = 500
+    segment_steps: Steps = 500
     """Learner steps in one flow run; the next one goes on from the checkpoint (Prefect slows beyond some 5,000 task runs)."""
-    artifact_interval_s: PositiveFloat = 10.0
+    artifact_interval_s: Seconds = 10.0
     """Time between updates of the progress, table and report artifacts."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self, Union
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
 from echo2.config_base import Section
 
@@ -15,9 +15,9 @@ from echo2.config_base import Section
 class DigitsSection(Section):
     """What the tasks on strings of digits have in common."""
 
-    min_digits: PositiveInt = 3
+    min_digits: Annotated[int, Field(ge=1, le=4096)] = 3
     """Fewest digits in a prompt."""
-    max_digits: PositiveInt = 6
+    max_digits: Annotated[int, Field(ge=1, le=4096)] = 6
     """Most digits in a prompt."""
     exact_match_weight: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
     """Share of the reward that only an exact match earns; the rest is the share of right places."""
@@ -50,7 +50,7 @@ class ArithmeticTask(Section):
 
     type: Literal["arithmetic"] = "arithmetic"
     """Selects this task."""
-    max_operand: PositiveInt = 99
+    max_operand: Annotated[int, Field(ge=1, le=10**18)] = 99
     """Operands are drawn from 0 to this number."""
     operators: Annotated[str, Field(pattern=r"^[+-]{1,2}$")] = "+"
     """Operators to draw from: `+`, `-` or `+-`."""

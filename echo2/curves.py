@@ -5,12 +5,14 @@ Invariant: what lies beyond an axis is marked where it would be, and told with i
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from echo2.capacity.tables import counted
 from echo2.dissemination.broadcast.record import BroadcastRecord
+from echo2.durability import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,16 +37,19 @@ TOP_MARK = 0.98
 
 
 def write_curves(file: Path, title: str, staleness_bound: int, steps: Steps) -> None:
-    """Draw the curves of at least one step into a PNG file."""
+    """Draw the curves of at least one step into a PNG file. Raises OSError where it cannot be written."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 11), constrained_layout=True)
     draw_curves(figure, title, staleness_bound, steps)
-    figure.savefig(file, dpi=110)
+    _write(file, figure)
 
 
 def write_broadcast(file: Path, record: BroadcastRecord) -> None:
-    """Draw when each worker had how much of a version into a PNG file; one curve per worker, and T* beside them."""
+    """Draw when each worker had how much of a version into a PNG file; one curve per worker, and T* beside them.
+
+    Raises OSError where it cannot be written.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), constrained_layout=True)
@@ -62,7 +67,13 @@ def write_broadcast(file: Path, record: BroadcastRecord) -> None:
     axis.grid(alpha=0.3)
     axis.legend(loc="best", frameon=False, fontsize="small")
     figure.suptitle(f"version {record.version} on its way to {counted(len(record.arrivals), 'worker')}")
-    figure.savefig(file, dpi=110)
+    _write(file, figure)
+
+
+def _write(file: Path, figure: Figure) -> None:
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=110)
+    write_atomically(file, picture.getvalue())
 
 
 def draw_curves(figure: Figure, title: str, staleness_bound: int, steps: Steps) -> None:

@@ -30,6 +30,10 @@ LOG_PROB_ROUNDING = 1e-3
 """How far above 0 rounding may lift a log-probability."""
 
 
+LENGTH_BYTES, MOST_GROUPS = 8, 256
+"""In a body of several groups: what the length of each takes, and how many there may be."""
+
+
 class BodyError(UserError):
     """A request body that is damaged or says impossible things."""
 
@@ -54,9 +58,12 @@ class Lease(Wire):
     group_id: int
     attempt: int
     members: tuple[int, ...]
-    """Members still to be generated."""
+    """Members still to be generated, or to be finished."""
     prompt_token_ids: tuple[int, ...]
     timeout_s: float
+    """Of a lease of which nothing is handed in."""
+    prefixes: dict[int, tuple[int, ...]] = {}
+    """Tokens that were handed in of members which are not finished, and which they go on from."""
     temperature: float | None = None
     """Of a group that is evaluated, in place of the run's; 0 takes the most probable token. None where it is to be trained."""
 
@@ -66,7 +73,7 @@ class LeaseAnswer(Wire):
 
     leases: tuple[Lease, ...]
     ended: bool = False
-    """All steps of the run are done: the worker may leave."""
+    """The worker may leave: all steps of the run are done, or its machine is given up."""
 
 
 class WorkerWelcome(Wire):
@@ -89,10 +96,22 @@ class Telemetry(Wire):
     snapshot_id: str | None = None
     groups: int = 0
     tokens: int = 0
+    """Tokens that were drawn."""
+    open_tokens: int = 0
+    """Those of them that are not handed in: what would be lost with the worker."""
     generating_s: float = 0.0
     """Time spent generating; groups / generating_s is the worker's μ while up."""
+    slots: int = 0
+    """Groups that it may have under way."""
+    latency_p50_s: float | None = None
+    """From the beginning of a group until all its members are done, over the newest groups: the median …"""
+    latency_p90_s: float | None = None
+    latency_p99_s: float | None = None
+    """… and the slow end; None before a group is done."""
     load_s: float = 0.0
-    """Time of the last load of weights into the engine."""
+    """Time of the last load of weights into the engine, the proof included."""
+    pause_s: float = 0.0
+    """That part of it in which nothing else was generated: all of it, or what staging in flight left."""
     fetch_s: float = 0.0
     """Time of the last transfer of a snapshot."""
 
@@ -100,6 +119,24 @@ class Telemetry(Wire):
     def groups_per_s(self) -> float:
         """The worker's μ while it generates; 0 before it has generated anything."""
         return self.groups / self.generating_s if self.generating_s > 0 else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second while it generates; 0 before it has generated anything."""
+        return self.tokens / self.generating_s if self.generating_s > 0 else 0.0
+
+
+class CrewMember(Wire):
+    """A worker as the fleet sees it."""
+
+    name: str
+    live: bool
+    """Whether the hub counts on it."""
+    ready: bool
+    """Whether it has loaded a version."""
+    silent_s: float
+    excused: bool = False
+    """Whether it was told to leave, or was not heard any more since the hub itself was away: nobody took it away."""
 
 
 class RolloutFailure(Wire):
@@ -117,7 +154,10 @@ class Rollout:
     token_ids: np.ndarray
     log_probs: np.ndarray
     versions: np.ndarray
-    finish_reason: FinishReason
+    finish_reason: FinishReason | None
+    """None of a part that is handed in before the member is finished."""
+    start: int = 0
+    """Tokens of the member that were handed in before these; 0 of a whole one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,11 +223,12 @@ class _MembersHeader(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     members: list[Index]
-    finish_reasons: list[FinishReason]
+    finish_reasons: list[FinishReason | None]
 
 
 class _GroupHeader(_MembersHeader):
     group_id: Index
+    starts: list[Index]
     attempt: Annotated[int, Field(ge=1, lt=2**63)]
     failures: list[RolloutFailure]
 
@@ -217,6 +258,7 @@ def encode_group(group: GroupRollouts) -> bytes:
         attempt=group.attempt,
         members=[r.member for r in group.rollouts],
         finish_reasons=[r.finish_reason for r in group.rollouts],
+        starts=[r.start for r in group.rollouts],
         failures=list(group.failures),
     )
     return _write(header, group.rollouts)
@@ -225,11 +267,32 @@ def encode_group(group: GroupRollouts) -> bytes:
 def decode_group(body: bytes) -> GroupRollouts:
     """Read and check one group; raises BodyError."""
     header, tensors = _read(body, _GroupHeader)
-    rollouts = _unpack(tensors, header.members, header.finish_reasons)
+    if len(header.starts) != len(header.members):
+        raise BodyError(f"group {header.group_id} has not one start for each of the members {header.members}")
+    rollouts = _unpack(tensors, header.members, header.finish_reasons, header.starts)
     members = header.members + [f.member for f in header.failures]
     if len(set(members)) != len(members):
         raise BodyError(f"group {header.group_id}: a member occurs twice in {members}")
     return GroupRollouts(header.group_id, header.attempt, rollouts, tuple(header.failures))
+
+
+def encode_groups(groups: Sequence[GroupRollouts]) -> bytes:
+    """At most MOST_GROUPS groups in one body, each behind its length in bytes (little-endian)."""
+    bodies = [encode_group(group) for group in groups]
+    return b"".join(len(body).to_bytes(LENGTH_BYTES, "little") + body for body in bodies)
+
+
+def split_groups(body: bytes) -> list[bytes]:
+    """The bodies of the groups that `body` holds, at least one; raises BodyError."""
+    bodies: list[bytes] = []
+    start = 0
+    while start < len(body) and len(bodies) < MOST_GROUPS:
+        begin = start + LENGTH_BYTES
+        start = begin + int.from_bytes(body[start:begin], "little")
+        bodies.append(body[begin:start])
+    if not bodies or start != len(body):
+        raise BodyError(f"body of {len(body)} bytes does not hold 1 to {MOST_GROUPS} whole groups: send it again")
+    return bodies
 
 
 def encode_batch(batch: Batch) -> bytes:
@@ -313,7 +376,9 @@ def _read(body: bytes, kind: type[Header]) -> tuple[Header, dict[str, np.ndarray
         raise BodyError(f"the body's header is wrong at {place}: {problem['msg'].lower()}") from None
 
 
-def _unpack(tensors: dict[str, np.ndarray], members: list[int], reasons: list[FinishReason]) -> tuple[Rollout, ...]:
+def _unpack(
+    tensors: dict[str, np.ndarray], members: list[int], reasons: list[FinishReason | None], starts: list[int] | None = None
+) -> tuple[Rollout, ...]:
     lengths = tensors["lengths"].astype(np.int64)
     if not len(lengths) == len(members) == len(reasons):
         raise BodyError(f"body describes {len(members)} members and {len(reasons)} finish reasons but holds {len(lengths)}")
@@ -325,8 +390,8 @@ def _unpack(tensors: dict[str, np.ndarray], members: list[int], reasons: list[Fi
         raise BodyError("a token id or version is negative")
     ends = np.cumsum(lengths)
     rollouts = []
-    for member, reason, start, end in zip(members, reasons, ends - lengths, ends, strict=True):
-        part = slice(int(start), int(end))
+    for member, reason, end, length, start in zip(members, reasons, ends, lengths, starts or [0] * len(members), strict=True):
+        part = slice(int(end - length), int(end))
         token_ids, log_probs, versions = (tensors[name][part] for name in ("token_ids", "log_probs", "versions"))
-        rollouts.append(Rollout(member, token_ids, log_probs, versions, reason))
+        rollouts.append(Rollout(member, token_ids, log_probs, versions, reason, start))
     return tuple(rollouts)

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from echo2.capacity.calibration import Calibration, Observations, calibrate
+from echo2.capacity.tables import counted
 from echo2.capacity.terms import predict_run
 from echo2.config import Config
 from echo2.curves import write_broadcast, write_curves
 from echo2.dissemination.broadcast.record import BroadcastRecord
-from echo2.durability import write_atomically
+from echo2.durability import naming, write_atomically
 from echo2.errors import UserError
 from echo2.hub.inspection import observe_run
-from echo2.run_directory import RunDirectory
+from echo2.run_directory import RunDirectory, RunRecord
 
+SUMMARY = "summary.json"
 FIRST_STEPS = 3
 LAST_STEPS = 10
 COLUMNS = ("step", "reward", "exact_match", "staleness/max", "loss", "grad_norm", "kl", "learner/idle_share")
@@ -32,6 +35,9 @@ TERMS = (
 )
 """Terms of the capacity model: symbol, name among the figures of a calibration, factor to the unit shown, unit."""
 
+LONGEST_DETAIL = 200
+"""Characters of an event, or of a worker's reason to leave, in a table."""
+
 Steps = Sequence[Mapping[str, float]]
 
 
@@ -40,24 +46,36 @@ def write_report(
 ) -> dict[str, Any]:
     """Write summary.json and report/{metrics.jsonl, report.md, curves.png, broadcast.png}; returns the summary.
 
-    `stopped` tells that the user ended the run early; `broadcast` is the last version's, if there was one.
+    `stopped` tells that the user ended the run early; `broadcast` is the last version's, if there was one. Raises DiskError
+    where they cannot be written; summary.json comes last.
     """
     summary = summarise(run.config, status, steps, observe_run(run)) | {"stopped": stopped}
-    write_atomically(run.path / "summary.json", json.dumps(summary, indent=2) + "\n")
-    write_atomically(run.report / "metrics.jsonl", "".join(json.dumps(dict(step)) + "\n" for step in steps))
-    write_atomically(run.report / "report.md", render_status(status))
-    if steps:
-        write_curves(run.report / "curves.png", run.run_id, run.config.staleness.bound, steps)
-    if broadcast is not None and broadcast.arrivals:
-        write_broadcast(run.report / "broadcast.png", broadcast)
+    with naming(run.report):
+        write_atomically(run.report / "metrics.jsonl", "".join(json.dumps(dict(step)) + "\n" for step in steps))
+        write_atomically(run.report / "report.md", render_status(status))
+        if steps:
+            write_curves(run.report / "curves.png", run.run_id, run.config.staleness.bound, steps)
+        if broadcast is not None and broadcast.arrivals:
+            write_broadcast(run.report / "broadcast.png", broadcast)
+    with naming(run.path / SUMMARY):
+        write_atomically(run.path / SUMMARY, json.dumps(summary, indent=2) + "\n")
     return summary
+
+
+def reported_steps(run: RunRecord) -> int:
+    """The steps of the run when its last segment ended in order; 0 if none did."""
+    try:
+        return int(json.loads((run.path / SUMMARY).read_text(encoding="utf-8"))["steps"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return 0
 
 
 def summarise(config: Config, status: Mapping[str, Any], steps: Steps, observations: Observations) -> dict[str, Any]:
     """The run's figures; a figure that the run did not produce is None.
 
     Busy shares leave out the waits in which a segment's workers start. The predicted one is of the `busy_share_window_steps`
-    that the terms were measured in; the window's observed one stands beside it. `wall_s` is the learner's work and waiting.
+    that the terms were measured in; the window's observed one stands beside it. `wall_s` is the learner's work and waiting in
+    all steps, whichever start of the run they were made in.
     """
     calibration = calibrate(observations)
     exact = [step["exact_match"] for step in steps if "exact_match" in step]
@@ -119,14 +137,8 @@ def render_status(status: Mapping[str, Any]) -> str:
         "| groups | " + " | ".join(status["groups"]) + " |",
         "|---|" + "---|" * len(status["groups"]),
         "| count | " + " | ".join(str(count) for count in status["groups"].values()) + " |",
-        "",
-        "| worker | version | groups | groups/s | silent s |",
-        "|---|---|---|---|---|",
     ]
-    lines += [
-        f"| {w['worker_id']} | {w['version']} | {w['groups']} | {w['groups_per_s']:.2f} | {w['silent_s']:.1f} |"
-        for w in status["workers"]
-    ]
+    lines += _worker_table(status["workers"], status["workers_omitted"])
     lines += _evaluation_table(status["evaluations"])
     lines += _mismatch_table(status["log_prob_differences"])
     lines += _terms_table(status["measured_terms"])
@@ -135,8 +147,27 @@ def render_status(status: Mapping[str, Any]) -> str:
         lines += [f"| {name} | {value:.5g} |" for name, value in last.items()]
     if status["events"]:
         lines += ["", "| event | subject | detail |", "|---|---|---|"]
-        lines += [f"| {e['kind']} | {e['subject']} | {e['detail'][:200].replace('|', '/')} |" for e in status["events"]]
+        lines += [f"| {e['kind']} | {e['subject']} | {_cell(e['detail'])} |" for e in status["events"]]
     return "\n".join(lines) + "\n"
+
+
+def _worker_table(workers: Sequence[Mapping[str, Any]], omitted: int) -> list[str]:
+    """The workers that are live, and what those that left were like at last, as lines of Markdown."""
+
+    def left(worker: Mapping[str, Any]) -> str:
+        if worker["left_at_s"] is None:
+            return ""
+        told = f": {_cell(worker['reason'])}" if worker["reason"] else ""
+        return f"{datetime.fromtimestamp(worker['left_at_s'], UTC):%Y-%m-%d %H:%M:%S} UTC{told}"
+
+    rows = [
+        f"| {w['worker_id']} | {w['state']} | {'–' if w['version'] is None else w['version']} | {w['groups']} | {w['tokens']} "
+        f"| {w['groups_per_s']:.2f} | {w['silent_s']:.1f} | {left(w)} |"
+        for w in workers
+    ]
+    heads = ("worker", "state", "version", "groups", "tokens", "groups/s", "silent s", "left, and why")
+    more = ["", f"{counted(omitted, 'worker')} more left before these."] if omitted else []
+    return ["", f"| {' | '.join(heads)} |", "|" + "---|" * len(heads), *rows, *more]
 
 
 def _evaluation_table(evaluations: Sequence[Mapping[str, float]]) -> list[str]:
@@ -181,6 +212,11 @@ def _terms_table(measured: Mapping[str, Any]) -> list[str]:
         if key in measured
     ]
     return ["", "| term of the capacity model | measured | 95 % interval |", "|---|---|---|", *rows] if rows else []
+
+
+def _cell(text: str) -> str:
+    """What others wrote, so that it fits into a table."""
+    return text[:LONGEST_DETAIL].replace("|", "/")
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -7,23 +7,23 @@ Invariants: everything in it is stamped with the run id; one learner at a time h
 
 from __future__ import annotations
 
-import fcntl
 import json
 import secrets
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 from echo2 import __version__
 from echo2.config import Config, dump_toml, load_config
-from echo2.durability import write_atomically
+from echo2.durability import naming, write_atomically
 from echo2.errors import UserError
+from echo2.holding import held
 
 # A resumed run may change how long and how it runs, not what it learns from.
-FIXED_SECTIONS = ("model", "task", "batch", "sampling", "staleness", "evaluation")
+FIXED_SECTIONS = ("model", "task", "batch", "sampling", "staleness", "evaluation", "learner.lora")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,18 @@ class RunRecord:
         return self.path / "model"
 
     @property
+    def learner_lock(self) -> Path:
+        return self.path / "run.lock"
+
+    @property
+    def hub_lock(self) -> Path:
+        return self.path / "hub.lock"
+
+    @property
+    def fleet_lock(self) -> Path:
+        return self.path / "fleet.lock"
+
+    @property
     def base(self) -> Path:
         """Weights that a run with adapters starts from and never changes, as a snapshot."""
         return self.path / "base"
@@ -70,15 +82,9 @@ class RunDirectory(RunRecord):
 
     token: str
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold the run for one learner; raises UserError if another process holds it."""
-        with (self.path / "run.lock").open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(f"run {self.path} is in use by another learner: wait for it or stop it") from None
-            yield
+    def held(self) -> AbstractContextManager[None]:
+        """Hold the run for one learner; raises InUse if another process holds it."""
+        return held(self.learner_lock, f"run {self.path} is in use by another learner: wait for it or stop it")
 
 
 def read_run(path: Path) -> RunRecord:
@@ -130,10 +136,14 @@ def find_run(config: Config, resume: bool) -> RunDirectory | None:
 
 
 def create_run(config: Config, resume: bool) -> RunDirectory:
-    """Make the run's directory, or with `resume` take up the one that is there. Raises UserError as `find_run` does."""
+    """Make the run's directory, or with `resume` take up the one that is there. Raises UserError as `find_run` does.
+
+    The same where it cannot be written.
+    """
     found = find_run(config, resume)
     if found is not None:
-        write_atomically(found.path / "config.toml", dump_toml(config))
+        with naming(found.path / "config.toml"):
+            write_atomically(found.path / "config.toml", dump_toml(config))
         return found
     path = config.run.directory.expanduser() / config.run.name
     run = RunDirectory(path, f"{config.run.name}-{secrets.token_hex(4)}", config, secrets.token_urlsafe(32))
@@ -161,7 +171,7 @@ def _fill(run: RunDirectory, folder: Path) -> None:
 def _take_up(path: Path, config: Config) -> RunDirectory:
     run = open_run(path)
     for section in FIXED_SECTIONS:
-        before, now = getattr(run.config, section), getattr(config, section)
+        before, now = attrgetter(section)(run.config), attrgetter(section)(config)
         if before != now:
             raise UserError(
                 f"{path} was made with another [{section}] ({_difference(before, now)}): "

@@ -7,7 +7,6 @@ imported when its record is opened, and torch never is.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import queue
@@ -20,8 +19,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from echo2.config_sections import TrackingSection
-from echo2.durability import write_atomically
-from echo2.errors import UserError
+from echo2.durability import naming, write_atomically
+from echo2.errors import UserError, reason_of
+from echo2.packages import missing_packages
 from echo2.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -69,12 +69,14 @@ class JsonLines(Tracker):
         self._file = file
 
     def open(self, history: Sequence[Entry]) -> None:
-        write_atomically(self._file, "".join(_line(*entry) for entry in history))
-        self._stream = self._file.open("ab", buffering=BUFFER_BYTES)
+        with naming(self._file):
+            write_atomically(self._file, "".join(_line(*entry) for entry in history))
+            self._stream = self._file.open("ab", buffering=BUFFER_BYTES)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        self._stream.write(_line(step, metrics).encode())
-        self._stream.flush()
+        with naming(self._file):
+            self._stream.write(_line(step, metrics).encode())
+            self._stream.flush()
 
     def close(self) -> None:
         self._stream.close()
@@ -96,11 +98,12 @@ class TensorBoard(Tracker):
         from tensorboard.compat.proto.event_pb2 import SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._folder.mkdir(exist_ok=True)
-        first = min(self._recorded_steps(), len(history))
-        # TensorBoard reads the files of a folder in the order of their names.
-        file = self._folder / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}"
-        self._records = RecordWriter(file.open("wb", buffering=BUFFER_BYTES))
+        with naming(self._folder):
+            self._folder.mkdir(exist_ok=True)
+            first = min(self._recorded_steps(), len(history))
+            # TensorBoard reads the files of a folder in the order of their names.
+            file = self._folder / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}"
+            self._records = RecordWriter(file.open("wb", buffering=BUFFER_BYTES))
         self._write(file_version="brain.Event:2")
         self._write(step=first, session_log=SessionLog(status=SessionLog.START))
         for entry in history[first:]:
@@ -118,8 +121,9 @@ class TensorBoard(Tracker):
     def _write(self, **fields: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
 
-        self._records.write(Event(wall_time=time.time(), **fields).SerializeToString())
-        self._records.flush()
+        with naming(self._folder):
+            self._records.write(Event(wall_time=time.time(), **fields).SerializeToString())
+            self._records.flush()
 
     def _recorded_steps(self) -> int:
         """How many steps from 0 on the event files hold; one that a kill cut short is read as far as it goes."""
@@ -211,6 +215,7 @@ class _Lane:
         self._queued_steps = queued_steps
         self._entries: queue.SimpleQueue[Entry | None] = queue.SimpleQueue()
         self._given_up = threading.Event()
+        self._giving_up = threading.Lock()
         self._thread = threading.Thread(target=self._work, name=f"tracker {tracker.name}", daemon=True)
         self._thread.start()
 
@@ -232,9 +237,11 @@ class _Lane:
         return self._given_up.is_set() or not self._thread.is_alive()
 
     def give_up(self, reason: str) -> None:
-        if not self._given_up.is_set():
-            self._given_up.set()
-            log.error("metrics no longer go to %s (%s); the run goes on without it", self._tracker.name, reason)
+        with self._giving_up:
+            if not self._given_up.is_set():
+                log.error("metrics no longer go to %s (%s); the run goes on without it", self._tracker.name, reason)
+                # After it was said, since the end of the run does not wait for one that was given up.
+                self._given_up.set()
 
     def _work(self) -> None:
         try:
@@ -243,15 +250,13 @@ class _Lane:
                 self._tracker.log(*entry)
             self._tracker.close()
         except Exception as error:  # noqa: BLE001 - a tracker is others' code and may raise anything; the user is told what
-            self.give_up(f"{type(error).__name__}: {error}")
+            self.give_up(reason_of(error))
 
 
 def check_trackers(settings: TrackingSection) -> None:
     """Raises UserError where the package of a tracker that is asked for is not installed, or its login is missing."""
     for package, extra in EXTRAS.items():
-        spec = importlib.util.find_spec(package) if getattr(settings, package) else None
-        # A folder of that name in the working directory is found too, without an origin.
-        if getattr(settings, package) and (spec is None or spec.origin is None):
+        if getattr(settings, package) and missing_packages([package]):
             raise UserError(
                 f"tracking.{package} = true needs the package {package}, which is not installed: "
                 f"pip install '.[{extra}]', or set tracking.{package}=false"

@@ -17,6 +17,7 @@ class VowelTask(Task):
     """`vowels banana=` → `aaa`, for made-up words of `syllables` syllables."""
 
     required_characters = frozenset(VOWELS + CONSONANTS + " =")
+    metric_names = frozenset({"exact_match"})
 
     def __init__(self, seed: int, syllables: int = 3) -> None:
         self._seed = seed

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from echo2.errors import UserError
+from echo2.logs import say
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -19,11 +20,6 @@ if TYPE_CHECKING:
 LIVE_INTERVAL_S = 0.5
 LINE_INTERVAL_S = 5.0
 LONGEST_SILENCE_S = 30.0
-
-
-def say(text: str) -> None:
-    """One line for the user, at once."""
-    print(text, flush=True)
 
 
 @contextmanager
@@ -82,7 +78,7 @@ def status_table(status: Mapping[str, Any], elapsed_s: float) -> Table:
         table.add_row(name, value)
     groups = status["groups"]
     table.add_row("groups", "  ".join(f"{count} {state}" for state, count in groups.items() if count))
-    for worker in status["workers"]:
+    for worker in (worker for worker in status["workers"] if worker["state"] == "live"):
         version = "loading" if worker["version"] is None else f"version {worker['version']}"
         table.add_row(worker["worker_id"], f"{version}  {worker['groups']} groups  {worker['groups_per_s']:.1f} groups/s")
     return table
@@ -100,6 +96,6 @@ def _fields(status: Mapping[str, Any]) -> dict[str, str]:
             fields[label] = format(last[name], form)
     if "learner/idle_share" in last:
         fields["learner busy"] = f"{100 * (1 - last['learner/idle_share']):.0f} %"
-    fields["workers"] = str(len(status["workers"]))
+    fields["workers"] = str(status["workers_live"])
     fields["rollouts/s"] = f"{status['rollouts_per_s']:.0f}"
     return fields

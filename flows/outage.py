@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from echo2.errors import UserError
+from echo2.logs import drop_unwritten
 
 log = logging.getLogger(__name__)
 CHATTY_LOGGERS = ("prefect.events.clients", "prefect._internal.concurrency", "prefect.client")
@@ -57,8 +58,7 @@ def ended_in_spite_of(error: Exception, summary_file: Path, began_unix_s: float)
 
 def leave(code: int, at_once: bool) -> NoReturn:
     """End the process; `at_once` does not wait for Prefect, which would try for minutes to send its events to a server away."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    drop_unwritten()
     if at_once:
         os._exit(code)
     sys.exit(code)

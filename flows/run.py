@@ -10,17 +10,16 @@ from typing import Any, NoReturn
 
 from echo2.capacity.tables import counted
 from echo2.config import Config
-from echo2.errors import UserError
-from echo2.hub.address import listen
+from echo2.errors import DiskError, UserError
 from echo2.hub.inspection import inspect_run
-from echo2.learning.learners import check_adapters
-from echo2.models.preparation import check_model_and_task
+from echo2.logs import say
+from echo2.models.sizes import warning_of_cap
+from echo2.report import FIRST_STEPS, LAST_STEPS, SUMMARY, reported_steps
 from echo2.run_directory import find_run
-from echo2.trackers import check_trackers
-from flows.console import say
 from flows.interrupts import interrupted, raise_if_lost, raise_on_signals
 from flows.outage import ended_in_spite_of, leave, say_outage_once
-from flows.temporary_server import server_for_run
+from flows.preflight import check_startable
+from flows.temporary_server import check_settings, server_for_run
 
 INTERRUPTED = 130
 
@@ -29,7 +28,10 @@ def run_to_end(config: Config, resume: bool) -> NoReturn:
     """Train every segment of the run, print a summary and end the process with the exit code."""
     raise_on_signals()
     try:
-        code, outage = (0, False) if _is_complete(config, resume) else _run_segments(config, resume)
+        done = _steps_done(config, resume)
+        if done is not None and (warning := warning_of_cap(config)):
+            say(warning)
+        code, outage = (0, False) if done is None else _run_segments(config, resume, done > 0)
     except BaseException:
         # Libraries make other errors of an interrupt that meets them midway; whatever was open has been closed by now.
         if not interrupted():
@@ -39,44 +41,38 @@ def run_to_end(config: Config, resume: bool) -> NoReturn:
     leave(code, at_once=outage)
 
 
-def check_startable(config: Config, resume: bool) -> None:
-    """Raises UserError for what can be refused at once, before Prefect and torch take their time to start."""
-    found = find_run(config, resume)
-    if found is not None:
-        with found.held():
-            pass
-    listen(config.hub.host, config.hub.port).close()
-    check_model_and_task(config)
-    check_trackers(config.tracking)
-    check_adapters(config.learner.lora)
-
-
 def _place(config: Config) -> Path:
     return config.run.directory.expanduser() / config.run.name
 
 
-def _is_complete(config: Config, resume: bool) -> bool:
+def _steps_done(config: Config, resume: bool) -> int | None:
+    """The steps that the run has already, 0 without one; None where nothing is left to do.
+
+    Raises UserError where it may not start or go on.
+    """
     check_startable(config, resume)
     found = find_run(config, resume)
     if found is None:
         if resume:
             say(f"there is no run in {_place(config)} to resume: a new one starts")
-        return False
+        return 0
     if not found.ledger.exists():
-        return False
+        return 0
     step = inspect_run(found.path)["step"]
-    if step >= config.run.steps:
-        say(f"run {found.run_id} is complete: it has {step} of {config.run.steps} steps; raise run.steps to go on")
-        return True
-    return False
+    # The report is written last, after the checkpoint of the last step.
+    if min(step, reported_steps(found)) < config.run.steps:
+        return step
+    say(f"run {found.run_id} is complete: it has {step} of {config.run.steps} steps; raise run.steps to go on")
+    return None
 
 
-def _run_segments(config: Config, resume: bool) -> tuple[int, bool]:
-    """The exit code, and whether Prefect's server was lost on the way."""
+def _run_segments(config: Config, resume: bool, has_steps: bool) -> tuple[int, bool]:
+    """The exit code, and whether Prefect's server was lost on the way. `has_steps` tells that the run has some already."""
     say(f"starting Prefect for run {config.run.name}")
     began = time.monotonic()
     import httpx
 
+    check_settings()
     from flows.train import train
 
     for name in ("prefect.flow_runs", "prefect.task_runs"):
@@ -91,13 +87,15 @@ def _run_segments(config: Config, resume: bool) -> tuple[int, bool]:
                 summary = train(config, resume=resume)
             except httpx.TransportError as error:
                 outage = True
-                summary = ended_in_spite_of(error, _place(config) / "summary.json", segment_began)
+                summary = ended_in_spite_of(error, _place(config) / SUMMARY, segment_began)
+            except DiskError as error:
+                raise DiskError(f"{error}; the same command with --resume then goes on with the run") from None
             if summary["stopped"]:
                 steps = f"{summary['steps']} of {config.run.steps}"
                 say(f"stopped at step {steps}; the same command with --resume goes on from there")
                 return INTERRUPTED, outage
             if summary["steps"] >= config.run.steps:
-                say(render_summary(summary, config, time.monotonic() - began))
+                say(render_summary(summary, config, time.monotonic() - began, has_steps))
                 return 0, outage
             resume = True
 
@@ -111,8 +109,8 @@ def _without_traceback(record: logging.LogRecord) -> bool:
     return not crashed and not (record.exc_info and isinstance(record.exc_info[1], explained))
 
 
-def render_summary(summary: Mapping[str, Any], config: Config, elapsed_s: float) -> str:
-    """The end of a run in a few lines."""
+def render_summary(summary: Mapping[str, Any], config: Config, elapsed_s: float, resumed: bool = False) -> str:
+    """The end of a run in a few lines; `elapsed_s` is since it was started, or last `resumed`."""
 
     def share(value: float | None) -> str:
         return "unknown" if value is None else f"{100 * value:.1f} %"
@@ -125,11 +123,12 @@ def render_summary(summary: Mapping[str, Any], config: Config, elapsed_s: float)
     ends = evaluations[:1] + evaluations[1:][-1:]
     elsewhere = config.learner.checkpoints
     here = "" if elsewhere else "checkpoints/, "
+    training, whole = f"{summary['wall_s']:.0f} s of training", f"{elapsed_s:.0f} s"
+    took = f"{training} since it began; {whole} since it was resumed" if resumed else f"{training}, {whole}"
     lines = [
-        f"run {summary['run_id']} has ended after {summary['steps']} steps: {summary['wall_s']:.0f} s of training, "
-        f"{elapsed_s:.0f} s with start and end",
-        f"  exact match         {share(summary['exact_match_first'])} in the first 3 steps, "
-        f"{share(summary['exact_match_last'])} in the last 10",
+        f"run {summary['run_id']} has ended after {summary['steps']} steps: {took} with start and end",
+        f"  exact match         {share(summary['exact_match_first'])} in the first {min(FIRST_STEPS, summary['steps'])} steps, "
+        f"{share(summary['exact_match_last'])} in the last {min(LAST_STEPS, summary['steps'])}",
         *([f"  held-out pass@1     {', '.join(map(held_out, ends))}"] if ends else []),
         f"  learner busy        {share(summary['busy_share_observed'])} of the run; "
         f"in its last {summary['busy_share_window_steps']} steps {share(summary['busy_share_observed_in_window'])} observed, "

@@ -7,6 +7,7 @@ again; the learner begins from the newest checkpoint, and the hub is told so bef
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 import signal
 import threading
@@ -19,6 +20,7 @@ from types import FrameType
 from clouds.fleet import Fleet
 from clouds.local import LocalBackend
 from echo2.config import Config
+from echo2.durability import naming
 from echo2.errors import UserError, WaitTimeout
 from echo2.hub.address import listen
 from echo2.hub.client import HubClient
@@ -27,16 +29,19 @@ from echo2.learning.checkpoint import Checkpoints
 from echo2.learning.checkpoint_stores import open_store
 from echo2.learning.learner import Learner
 from echo2.learning.learners import make_learner
+from echo2.logs import say
 from echo2.models.base import publish_base
 from echo2.models.preparation import prepare_model, write_stand_in
 from echo2.run_directory import RunDirectory, create_run
 from echo2.trackers import Trackers, make_trackers
-from flows.console import say, watching
+from flows.console import watching
 from flows.interrupts import raise_if_lost
+from flows.preflight import check_startable
 
 log = logging.getLogger(__name__)
 WATCH_INTERVAL_S = 0.5
 YIELD_CHECK_S = 10.0
+FLEET_CHECK_S = 2.0
 DROPS_TO_SPEAK_OF = 10
 """Batches' worth of groups that may be dropped in a row before the user hears of it."""
 LEDGER_PATIENCE_S = 15.0
@@ -67,6 +72,7 @@ class Session:
         self._last_sign_of_life = time.monotonic()
         self._next_yield_check = time.monotonic() + YIELD_CHECK_S
         self._yield_seen = (-1, 0, 0)
+        self._began_at_s, self._next_fleet_check = time.time(), -math.inf
 
     def check_supply(self) -> None:
         """While the learner waits for a batch: raises WaitTimeout if nobody is there to fill it, Stopped if asked to stop."""
@@ -106,9 +112,20 @@ class Session:
         self._yield_seen = (step, dropped + dropped_before, failed + failed_before)
 
     def check_stop(self) -> None:
-        """Raises Stopped if the user asked the segment to end."""
+        """Raises Stopped if the user asked the segment to end, or the budget does."""
+        if not self.stop_requested.is_set() and (reason := self.fleet.over_budget or self._rented_fleet_ended()):
+            say(f"stopping after this step with a checkpoint: {reason}")
+            self.stop_requested.set()
         if self.stop_requested.is_set():
             raise Stopped
+
+    def _rented_fleet_ended(self) -> str:
+        """Why `echo2 fleet` ended, if it did while this session went on."""
+        if time.monotonic() < self._next_fleet_check:
+            return ""
+        self._next_fleet_check = time.monotonic() + FLEET_CHECK_S
+        reason = self.hub.fleet_ending(self._began_at_s)
+        return f"the fleet of rented machines has ended: {reason}" if reason else ""
 
     def checkpoint(self) -> None:
         """Write the learner's state, if the newest checkpoint is older, and drop those that are not to be kept."""
@@ -146,8 +163,9 @@ def stoppable(session: Session) -> Iterator[None]:
 def open_session(config: Config, resume: bool) -> Iterator[Session]:
     """Start hub, fleet and learner for `config`'s run; stops them at the end of the block.
 
-    Raises UserError where the run directory, the model or the hub cannot be had.
+    Raises UserError as `check_startable` does before anything is made, and where the hub or the learner cannot be had.
     """
+    check_startable(config, resume)
     listener = listen(config.hub.host, config.hub.port)
     run = create_run(config, resume)
     with ExitStack() as stack:
@@ -162,10 +180,11 @@ def open_session(config: Config, resume: bool) -> Iterator[Session]:
         stack.callback(hub.close)
         say(f"hub at {hub.url}")
         hub_process.wait_ready()
-        backend = LocalBackend(hub.url, run.token, run.logs, config.worker.threads, config.fleet.price_usd_per_hour)
+        price, python = config.fleet.price_usd_per_hour, config.fleet.python
+        backend = LocalBackend(hub.url, run.token, run.logs, config.worker.threads, price, python)
         ledger_line = HubClient(hub.url, run.token, patience_s=LEDGER_PATIENCE_S)
         stack.callback(ledger_line.close)
-        fleet = Fleet(backend, ledger_line, config.fleet.workers, config.fleet.restart_backoff_s)
+        fleet = Fleet(backend, ledger_line, config.fleet.workers, config.fleet.restart_backoff_s, config.activation.budget_usd)
         stack.callback(fleet.stop)
         stack.enter_context(_kept_alive(hub_process, fleet))
         say(_who_works(run, hub.url))
@@ -218,14 +237,17 @@ def _who_works(run: RunDirectory, hub_url: str) -> str:
 
 def _provide_model(run: RunDirectory) -> Path:
     """The folder of the model; its small files go into the run's record, whence workers fetch them."""
-    run.model.mkdir(exist_ok=True)
     if run.config.learner.engine == "simulated" and run.config.model.path == "tiny":
-        write_stand_in(run.config, run.model)
+        with naming(run.model):
+            run.model.mkdir(exist_ok=True)
+            write_stand_in(run.config, run.model)
         return run.model
     folder = prepare_model(run.config, say)
-    for name in MODEL_FILES:
-        if (folder / name).is_file():
-            shutil.copyfile(folder / name, run.model / name)
+    with naming(run.model):
+        run.model.mkdir(exist_ok=True)
+        for name in MODEL_FILES:
+            if (folder / name).is_file():
+                shutil.copyfile(folder / name, run.model / name)
     if run.config.learner.lora.rank and run.config.worker.engine != "simulated":
         publish_base(run, folder)
     return folder

@@ -30,19 +30,24 @@ log = logging.getLogger(__name__)
 @flow(name="echo2-train", flow_run_name="{config.run.name}", task_runner=ThreadPoolTaskRunner(max_workers=4))
 def train(config: Config, resume: bool = False) -> dict[str, Any]:
     """Train up to `flow.segment_steps` steps of the run and return its summary; `resume` goes on with a run that is there."""
-    with open_session(config, resume) as session, reporting(session), stoppable(session), watched_capacity(session) as watch:
+    with (
+        open_session(config, resume) as session,
+        reporting(session),
+        stoppable(session),
+        watched_capacity(session) as watch,
+        Disseminator(session) as dissemination,
+    ):
         try:
-            train_segment(session, watch)
+            train_segment(session, watch, dissemination)
         except Stopped:
             session.checkpoint()
         hub, stopped = session.hub, session.stop_requested.is_set()
         return write_report(session.run, hub.status(), hub.steps(), stopped, hub.broadcast_record(session.learner.version))
 
 
-def train_segment(session: Session, watch: CapacityWatch) -> None:
+def train_segment(session: Session, watch: CapacityWatch, dissemination: Disseminator) -> None:
     """The loop: take the oldest batch that is fresh enough, train, publish, commit."""
     config, learner, hub = session.config, session.learner, session.hub
-    dissemination = Disseminator(session)
     dissemination.publish()
     last = min(config.run.steps, learner.version + config.flow.segment_steps)
     stopwatch = Stopwatch()
@@ -67,7 +72,9 @@ def train_segment(session: Session, watch: CapacityWatch) -> None:
         for warning in hub.commit(step, metrics, session.checkpoints.oldest, learner.differences):
             log.warning("%s", warning)
         session.trackers.log(step, metrics)
-        session.checkpoints.observe(metrics)
+        if missing := session.checkpoints.observe(metrics):
+            log.warning("%s", missing)
+            hub.note("best metric", config.learner.best_metric, missing)
         # After the commit, so that no checkpoint is ever ahead of the ledger.
         if learner.version % config.learner.checkpoint_interval == 0 or learner.version == last:
             session.checkpoint()

@@ -13,6 +13,8 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+import small_disks
+from small_disks import SmallDisk
 
 from echo2.config import load_config
 from echo2.dissemination.store import SnapshotStore
@@ -34,12 +36,32 @@ def model_record(folder):
     (folder / "config.json").write_text(json.dumps(settings))
 
 
+@pytest.fixture(scope="session")
+def can_mount():
+    if reason := small_disks.why_not():
+        pytest.skip(f"a small disk needs root and the right to mount: {reason}")
+
+
+@pytest.fixture
+def small_disk(can_mount, tmp_path):
+    """Makes disks of so many bytes, and takes them away after the test."""
+    made = []
+
+    def make(size_bytes):
+        made.append(SmallDisk(tmp_path / f"disk-{len(made)}", size_bytes))
+        return made[-1]
+
+    yield make
+    for disk in made:
+        disk.close()
+
+
 @pytest.fixture
 def make_run(tmp_path):
     """Makes a run directory that a hub can serve, with `section.key=value` settings."""
 
-    def make(*settings, resume=False):
-        config = load_config([], [f"run.directory={tmp_path / 'runs'}", "worker.engine=simulated", *settings])
+    def make(*settings, resume=False, runs=tmp_path / "runs"):
+        config = load_config([], [f"run.directory={runs}", "worker.engine=simulated", *settings])
         run = create_run(config, resume)
         model_record(run.model)
         return run
@@ -83,13 +105,13 @@ def publish():
 
 @pytest.fixture
 def start_worker(tmp_path):
-    """Starts `echo2 worker` processes and kills what is left of them after the test."""
+    """Starts `echo2 worker` processes, in this environment or that of another `python`, and kills what is left of them."""
     processes = []
 
-    def start(client, token, name="w", *settings):
+    def start(client, token, name="w", *settings, python=sys.executable):
         with (tmp_path / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "echo2", "worker", "--hub", client.url, "--name", name, *settings],
+                [python, "-m", "echo2", "worker", "--hub", client.url, "--name", name, *settings],
                 env=os.environ | {"ECHO2_TOKEN": token},
                 cwd=REPOSITORY,
                 stdout=log,

@@ -13,7 +13,7 @@ from echo2.config import load_config
 from echo2.run_directory import create_run
 
 REPOSITORY = Path(__file__).parent.parent
-COMMANDS = ("plan", "train", "worker", "hub", "status")
+COMMANDS = ("plan", "train", "fleet", "simulate", "worker", "hub", "status", "costs")
 
 
 def echo2(*arguments, token=None, timeout_s=60.0):
@@ -85,10 +85,23 @@ def test_a_dry_run_prints_the_whole_configuration_and_the_plan_and_makes_nothing
     assert not (tmp_path / "runs").exists()
 
 
-def test_plan_prints_what_a_dry_run_ends_with():
+@pytest.mark.parametrize("command", [["train", "--dry-run"], ["plan"]])
+def test_a_cap_under_which_snapshots_come_too_late_is_told_with_the_plan(command):
+    def last_line(cap_bytes_per_s):
+        done = echo2(*command, "configs/demo.toml", f"dissemination.uplink_bytes_per_s={cap_bytes_per_s}")
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout.splitlines()[-1]
+
+    warning = last_line(1000)
+    assert warning.startswith("warning: dissemination.uplink_bytes_per_s = 1000 lets a snapshot in full, about 2.4 MB,")
+    assert "after 40 min" in warning and "dissemination.timeout_s = 120" in warning and "20 kB/s" in warning
+    assert "warning" not in last_line(1_000_000)
+
+
+def test_plan_prints_the_plan_of_a_dry_run(tmp_path):
     plan = echo2("plan", "configs/demo.toml").stdout
     assert plan.startswith("Plan of run demo")
-    assert echo2("train", "--dry-run", "configs/demo.toml").stdout.endswith(plan)
+    assert plan in echo2("train", "--dry-run", "configs/demo.toml", f"run.directory={tmp_path}").stdout
 
 
 def test_a_plan_can_be_made_where_only_the_configuration_can_be_read():
@@ -139,6 +152,15 @@ def test_training_on_a_taken_port_is_refused_and_leaves_no_run_behind(tmp_path, 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_training_with_a_python_for_workers_that_is_none_is_refused_and_leaves_no_run_behind(tmp_path):
+    plain = tmp_path / "plain"
+    plain.touch(mode=0o644)
+    settings = (f"run.directory={tmp_path / 'runs'}", "model.warm_start_exact_match=0")
+    for python in (tmp_path / "none", plain, tmp_path):
+        assert f"fleet.python = '{python}' is no program" in refusal("train", *settings, f"fleet.python={python}")
+    assert not (tmp_path / "runs").exists()
+
+
 def test_what_is_not_a_run_has_no_status_and_no_hub(tmp_path):
     for path in (tmp_path, tmp_path / "none", REPOSITORY / "pyproject.toml"):
         for command in ("status", "hub"):
@@ -176,6 +198,12 @@ def test_a_worker_needs_the_token():
     assert "ECHO2_TOKEN" in refusal("worker", "--hub", "http://127.0.0.1:1", token="")
 
 
+@pytest.mark.parametrize("token", ["two\nlines", "two\r\nlines", "a\tb", "a\x7fb", "\x01", "tokén", "a\u2028b"])
+def test_a_token_that_cannot_be_sent_is_refused_at_once(token):
+    sentence = refusal("worker", "--hub", "http://127.0.0.1:1", token=token)
+    assert "its token cannot be sent" in sentence and "check both" in sentence and token not in sentence
+
+
 @pytest.mark.parametrize("address", ["nonsense", "10.0.0.5:8700", "", "ftp://10.0.0.5:8700", "http://", "http://[::1"])
 def test_a_hub_address_that_cannot_be_one_is_refused_at_once(address):
     assert repr(address) in refusal("worker", "--hub", address, token="t")
@@ -188,4 +216,4 @@ def test_a_worker_with_a_bad_override_is_refused_and_not_counted_as_alive(make_r
         done = echo2("worker", "--hub", client.url, setting, token=run.token)
         assert done.returncode == 2 and "Traceback" not in done.stderr
         assert done.stderr.splitlines()[-1].startswith("echo2: ") and setting.split("=")[0] in done.stderr
-    assert client.status()["workers"] == []
+    assert client.live_workers() == []

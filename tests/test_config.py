@@ -58,6 +58,8 @@ def test_every_section_and_every_field_says_what_it_is(kind):
         ("run.name=../elsewhere", ("run.name", "../elsewhere")),
         ("model.dtype=float16", ("model.dtype", "float16", "bfloat16")),
         ("task.type=riddles", ("riddles", "reverse_digits", "python")),
+        ("learner.device=gpu", ("learner.device", "gpu", "cuda")),
+        ("worker.device=cuda:x", ("worker.device", "cuda:x", "cpu")),
         ("learner.learning_rate=nan", ("learner.learning_rate", "nan")),
         ("learner.learning_rate=-nan", ("learner.learning_rate", "nan")),
         ("learner.learning_rate=inf", ("learner.learning_rate", "inf", "finite")),
@@ -87,6 +89,12 @@ def test_a_setting_that_cannot_work_is_refused_with_its_name_and_its_numbers(set
 
 def test_one_member_is_enough_where_groups_without_variance_are_kept():
     assert load_config([], ["batch.members=1", "batch.drop_zero_variance=false"]).batch.members == 1
+
+
+def test_one_port_for_two_listeners_is_refused_where_both_are_there():
+    settings = ["hub.port=8700", "dissemination.port=8700"]
+    assert "hub.port = dissemination.port = 8700" in refusal(*settings)
+    assert load_config([], [*settings, "dissemination.peers=false"]).hub.port == 8700
 
 
 @pytest.mark.parametrize("bound", [0, 1, 5])
@@ -199,7 +207,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=2
     bound=st.integers(0, 20),
     lateness=st.integers(0, 20),
     temperature=st.floats(1e-3, 1e3),
-    learning_rate=positive,
+    learning_rate=st.floats(1e-6, 10.0),
     drop=st.booleans(),
     options=st.dictionaries(texts, st.one_of(st.integers(-(2**62), 2**62), st.booleans(), texts, positive, st.lists(texts))),
 )

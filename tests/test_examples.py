@@ -77,8 +77,26 @@ def test_the_scheduled_run_is_served_with_parameters_that_the_flow_takes(monkeyp
     assert parameters["config"].run.name == "nightly" and parameters["resume"] is True
 
 
+def test_janitor_and_fleet_are_served_with_parameters_that_the_flows_take(monkeypatch):
+    import prefect
+    from prefect.flows import load_flow_from_entrypoint
+
+    served = []
+    monkeypatch.setattr(prefect, "serve", lambda *deployments, **_: served.extend(deployments))
+    monkeypatch.chdir(EXAMPLES.parent)
+    runpy.run_path(str(EXAMPLES / "janitor.py"), run_name="__main__")
+    janitor, fleet = served
+    assert (janitor.flow_name, fleet.flow_name, fleet.name) == ("echo2-janitor", "echo2-fleet", "rented")
+    assert [schedule.schedule.cron for schedule in janitor.schedules] == ["0 * * * *"] and not fleet.schedules
+    asked = {"run": "runs/rented", "hub_url": "http://203.0.113.7:8700"}
+    for deployment, parameters in ((janitor, janitor.parameters), (fleet, asked)):
+        loaded = load_flow_from_entrypoint(f"flows/fleet.py:{deployment.flow_name[6:]}", use_placeholder_flow=False)
+        loaded.validate_parameters(json.loads(json.dumps(parameters)))
+    assert janitor.parameters == {"directory": str(EXAMPLES.parent.resolve() / "runs")}
+
+
 def test_the_gpu_example_waits_for_workers_that_others_start():
     config = load_config([EXAMPLES / "gpu.toml"])
     assert (config.fleet.workers, config.hub.host) == (0, "0.0.0.0")
     assert f":{config.hub.port}" in (EXAMPLES / "worker.sky.yaml").read_text()
-    assert f"worker.slots={config.worker.slots}" in (EXAMPLES / "worker.sky.yaml").read_text()
+    assert "worker.slots=" not in (EXAMPLES / "worker.sky.yaml").read_text(), "they have those of the run, from the hub"

@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 
 from echo2.protocol import (
+    MOST_GROUPS,
     Batch,
     BodyError,
     GroupRollouts,
@@ -23,7 +24,9 @@ from echo2.protocol import (
     decode_rollout,
     encode_batch,
     encode_group,
+    encode_groups,
     encode_rollout,
+    split_groups,
 )
 
 INT32_MAX = 2**31 - 1
@@ -49,13 +52,19 @@ def rollouts(draw, member):
 
 
 @st.composite
+def parts(draw, member):
+    whole = draw(rollouts(member))
+    return replace(whole, finish_reason=draw(st.sampled_from([None, whole.finish_reason])), start=draw(st.integers(0, 2**40)))
+
+
+@st.composite
 def groups(draw):
     members = draw(st.lists(st.integers(0, 63), unique=True, max_size=4))
     failed = draw(st.integers(0, len(members)))
     return GroupRollouts(
         draw(st.integers(0, 2**53)),
         draw(st.integers(1, 1000)),
-        tuple(draw(rollouts(member)) for member in members[failed:]),
+        tuple(draw(parts(member)) for member in members[failed:]),
         tuple(RolloutFailure(member=member, reason=draw(texts)) for member in members[:failed]),
     )
 
@@ -168,7 +177,7 @@ TENSORS = {
 }
 DESCRIBED_GROUP = {"group_id": 17, "prompt_token_ids": [1], **MEMBERS, "rewards": [0.0, 1.0], "worker_ids": ["a", "b"]}
 HEADERS = {
-    decode_group: {"group_id": 17, "attempt": 1, "failures": [], **MEMBERS},
+    decode_group: {"group_id": 17, "attempt": 1, "starts": [0, 6], "failures": [], **MEMBERS},
     decode_batch: {"step": 0, "scored": {}, "groups": [DESCRIBED_GROUP]},
     decode_rollout: {"members": [3], "finish_reasons": ["stop"]},
 }
@@ -276,3 +285,19 @@ def test_a_body_with_flipped_bytes_is_read_or_refused(encode, decode, message, d
     for _ in range(data.draw(st.integers(1, 3))):
         body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
     refuses_or_reads(decode, bytes(body))
+
+
+@given(st.integers(1, 4), st.binary(max_size=20), st.data())
+def test_groups_in_one_body_are_split_where_they_were_joined_and_nowhere_else(count, more, data):
+    body = encode_groups([GROUP] * count)
+    assert [plain(decode_group(part)) for part in split_groups(body)] == [plain(GROUP)] * count
+    damaged = body[: data.draw(st.integers(0, len(body) - 1))] + more
+    with contextlib.suppress(BodyError):
+        parts = split_groups(damaged)
+        assert b"".join(len(part).to_bytes(8, "little") + part for part in parts) == damaged
+
+
+def test_a_body_of_nothing_or_of_more_groups_than_may_be_is_refused():
+    for body in (b"", bytes(8 * (MOST_GROUPS + 1))):
+        with pytest.raises(BodyError, match=f"1 to {MOST_GROUPS} whole groups"):
+            split_groups(body)

@@ -22,6 +22,8 @@ STATUS = {
     "quiet_s": None,
     "rollouts_per_s": 10.0,
     "workers": [],
+    "workers_live": 0,
+    "workers_omitted": 0,
     "log_prob_differences": [],
     "evaluations": [],
     "last_step": {},
@@ -84,3 +86,8 @@ def test_utilisation_is_shown_from_0_to_100_percent():
 def test_curves_are_written_as_a_picture(tmp_path):
     write_curves(tmp_path / "curves.png", "known", 2, steps_with([0.1]))
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_workers_that_are_left_out_of_the_table_are_counted():
+    assert "\n12 workers more left before these.\n" in render_status(STATUS | {"workers_omitted": 12})
+    assert "left before these" not in render_status(STATUS)

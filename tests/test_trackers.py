@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from patience import wait_until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from echo2.config import load_config
@@ -109,10 +110,7 @@ def test_a_step_is_there_as_soon_as_it_was_taken(tmp_path):
     file, folder = tmp_path / "metrics.jsonl", tmp_path / "events"
     tracked = Trackers([JsonLines(file), TensorBoard(folder)], [])
     tracked.log(0, metrics_of(0))
-    deadline = time.monotonic() + 20
-    while not (has_content(file) and any(has_scalars(there) for there in tmp_path.glob("events"))):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: has_content(file) and any(has_scalars(there) for there in tmp_path.glob("events")))
     assert (lines(file), scalars(folder)) == (history(1), [(0, 0.0)])
     tracked.close()
 
@@ -168,9 +166,7 @@ def test_records_are_whole_after_kill_9(tmp_path):
     with subprocess.Popen(
         [sys.executable, "-c", ENDLESS, tmp_path], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
     ) as process:
-        deadline = time.monotonic() + 60
-        while not enough_written(tmp_path):
-            assert process.stdout.readline() and time.monotonic() < deadline
+        wait_until(lambda: process.stdout.readline() and enough_written(tmp_path))
         process.send_signal(signal.SIGKILL)
     steps = [line["step"] for line in lines(tmp_path / "metrics.jsonl")]
     assert steps == list(range(len(steps))) and len(steps) > 50
@@ -199,11 +195,14 @@ def test_a_disk_that_takes_no_more_is_told_once_for_each_record(tmp_path):
     told = done.stderr.splitlines()
     assert len(told) == 2, done.stderr
     for name in ("report/metrics.jsonl", "TensorBoard"):
-        assert sum(f"metrics no longer go to {name} (OSError: " in line for line in told) == 1
+        (line,) = [line for line in told if f"metrics no longer go to {name} ({tmp_path}/" in line]
+        assert "cannot be written (File too large): look to its disk and its permissions); the run goes on without it" in line
 
 
 @pytest.mark.parametrize("event", ["open", "log", "close"])
 def test_a_tracker_that_fails_is_told_once_and_the_others_go_on(event, caplog):
+    # A console that takes its time: the end of the segment waits until the failure was told.
+    caplog.handler.addFilter(lambda record: not time.sleep(0.1))
     good = Recorder()
     track([Recorder(failing_at(event)), good], history(2), range(2, 6))
     assert good.taken == [0, 1, 2, 3, 4, 5, "closed"]

@@ -74,7 +74,7 @@ def test_a_worker_with_the_core_alone_delivers_a_batch_and_leaves_on_sigterm(cor
         assert {member.worker_id.rsplit("-", 1)[0] for group in batch.groups for member in group.members} == {"remote"}
         worker.send_signal(signal.SIGTERM)
         assert worker.wait(30) == 0, (tmp_path / "worker.log").read_text()
-        assert client.status()["workers"] == []
+        assert client.live_workers() == []
     finally:
         worker.kill()
         worker.wait()

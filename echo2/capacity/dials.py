@@ -14,7 +14,9 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from echo2.capacity.latencies import Latency
-from echo2.capacity.model import Links, Prediction, Workload
+from echo2.capacity.model import Links, Prediction, Workload, required_throughput
+from echo2.capacity.pool import unit_of_slots
+from echo2.capacity.provisioning import intervals_worth_trying
 from echo2.capacity.slow_end import least_integer, loaded_step_time_s, longest_step_s, predict_pool, reaches
 from echo2.capacity.transfer import Transfer, variations
 
@@ -166,21 +168,22 @@ class _Search:
         return self._dial(symbol, unit, value, limit, at, at_most=False)
 
     def least_pool(self) -> Dial:
-        """μ, in whole slots."""
+        """μ, in whole slots or, where few are enough, in parts of one."""
         now, mean_s = self.now, self.now.latency.mean_s
-        most = max(math.ceil(now.slots), 2 * (now.workload.staleness_bound + 1) * now.workload.groups_per_batch)
-        dial = self.least("μ", "groups/s", 1, lambda slots: replace(now, slots=slots), 1, most)
+        each = unit_of_slots(required_throughput(now.workload) * mean_s).effective_slots
+        most = max(now.slots, 2 * (now.workload.staleness_bound + 1) * now.workload.groups_per_batch)
+        dial = self.least("μ", "groups/s", 1, lambda units: replace(now, slots=units * each), 1, math.ceil(most / each))
         rate = 1 / mean_s if mean_s else math.inf
-        return replace(dial, value=now.slots * rate, limit=None if dial.limit is None else dial.limit * rate)
+        return replace(dial, value=now.slots * rate, limit=None if dial.limit is None else dial.limit * each * rate)
 
     def interval(self) -> Dial:
-        """κ, all of them tried: the first that links can carry, or else the first of all."""
+        """κ, of those worth trying: the first that links can carry, or else the first of all."""
         workload, links = self.now.workload, self.now.links
 
         def at(interval: int) -> Situation:
             return replace(self.now, workload=replace(workload, publish_interval=interval))
 
-        each = {interval: at(interval).utilisation for interval in range(1, workload.staleness_bound + 2)}
+        each = {interval: at(interval).utilisation for interval in intervals_worth_trying(workload, links)}
         goal = self._goal(at(max(each, key=lambda interval: each[interval])))
         good = [] if goal is None else [interval for interval in each if at(interval).reaches(goal)]
         carried = [interval for interval in good if interval * workload.learner_step_s >= links.transfer_s]

@@ -22,6 +22,9 @@ from typing import Literal
 
 from echo2.errors import UserError
 
+LEAST_USE = 0.01
+"""Share of its throughput that must be left of a machine once preemptions have taken theirs."""
+
 FigureName = Literal["price", "μ", "preemptions", "start-up", "D", "traffic"]
 DomainName = Literal["zone", "region", "cloud"]
 
@@ -119,6 +122,11 @@ class Candidate:
         """
         per_s = self.preemptions_per_hour / 3600
         return self.groups_per_s * math.exp(-per_s * self.group_latency_s) / (1 + per_s * self.start_up_s)
+
+    @property
+    def is_of_use(self) -> bool:
+        """Whether preemptions leave it `LEAST_USE` of its throughput."""
+        return self.effective_groups_per_s >= LEAST_USE * self.groups_per_s
 
     @property
     def usd_per_hour(self) -> float:

@@ -6,7 +6,7 @@ Invariants: frozen values; impossible numbers are refused with a UserError that 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from echo2.errors import UserError
@@ -37,6 +37,10 @@ class WorkerKind:
     is known by its name."""
     price_usd_per_hour: float = 0.0
     """Price of one worker, start-up included."""
+
+    def standing(self) -> WorkerKind:
+        """The same without what the twin would do to it: start, take back, and pay for it."""
+        return replace(self, start_up_s=0.0, preemptions_per_hour=0.0, price_usd_per_hour=0.0)
 
     def __post_init__(self) -> None:
         for name, value in (("count", self.count), ("slots", self.slots)):
@@ -76,7 +80,7 @@ class Pool:
 
 
 class PoolUnit(NamedTuple):
-    """What a pool grows by: one slot that is filled as it gets free or, in calls, a whole worker."""
+    """What a pool grows by: one slot that is filled as it gets free, a part of one or, in calls, a whole worker."""
 
     slots: int = 1
     in_calls: bool = False
@@ -85,3 +89,15 @@ class PoolUnit(NamedTuple):
 
 
 SLOT = PoolUnit()
+
+UNITS_OF_A_NEED = 64
+"""Units that the least throughput a learner needs is made of at least, so that its whole slots do not raise the need."""
+
+
+def unit_of_slots(least_slots: float) -> PoolUnit:
+    """A slot or, where so few slots keep up with the learner that whole ones would much exceed what it needs, a part of one.
+
+    >>> unit_of_slots(200.0) == SLOT, unit_of_slots(0.064).effective_slots
+    (True, 0.001)
+    """
+    return PoolUnit(effective_slots=min(1.0, least_slots / UNITS_OF_A_NEED) or 1.0)

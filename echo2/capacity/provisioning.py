@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from echo2.capacity.latencies import Constant, Latency, Lognormal
 from echo2.capacity.model import Links, Prediction, Workload, ceiling
@@ -30,7 +31,10 @@ SEEDS = (101, 102)
 
 SIMULATED_STEPS = 160
 SIMULATED_GROUPS = 100_000
-"""Groups beyond which a simulation makes do with fewer steps."""
+"""Groups generated beyond which a simulation makes do with fewer steps and, where these are the fewest, smaller batches."""
+
+SMALLEST_BATCH = 48
+"""Groups of a batch that is never made smaller."""
 
 LARGE_BATCH, LARGE_POOL, LARGE_WORKER = 1024, 256, 128
 """Groups, units and slots of one unit from whose double on a simulation takes a share, since chance evens out among so many."""
@@ -55,7 +59,7 @@ class Provision:
     publish_interval: int
     """κ that asks for the fewest slots, steps."""
     units: int
-    """Slots, or workers that generate in calls."""
+    """Slots or parts of one, or workers that generate in calls."""
     slots: float
     """Slots that are busy on average while there is work."""
     groups_per_s: float
@@ -80,9 +84,10 @@ class _Question:
 
     @property
     def most_units(self) -> int:
-        """Units of twice the groups that admission lets be under way."""
+        """Units of twice the groups that admission lets be under way; a worker takes one at a time at least, however slowly."""
         groups = (self.workload.staleness_bound + 1) * self.workload.groups_per_batch
-        return max(1, math.ceil(2 * groups / self.unit.effective_slots))
+        each = max(1.0, self.unit.effective_slots) if self.unit.in_calls else self.unit.effective_slots
+        return max(1, math.ceil(2 * groups / each))
 
     @property
     def most_slots(self) -> float:
@@ -90,8 +95,8 @@ class _Question:
 
     def needed_units(self, target: float, reserve: float = 0.0) -> int | None:
         """By the closed form; None where no number is enough."""
-        slots = needed_slots(self.workload, self.links, self.latency, target, math.ceil(self.most_slots), reserve)
-        return None if slots is None else min(self.most_units, math.ceil(slots / self.unit.effective_slots))
+        each = self.unit.effective_slots
+        return needed_slots(self.workload, self.links, self.latency, target, self.most_units, reserve, each)
 
     def best_utilisation(self) -> float:
         """By the closed form, with as many slots as can be of use."""
@@ -159,18 +164,24 @@ def intervals_worth_trying(workload: Workload, links: Links) -> list[int]:
     return sorted({*range(1, min(last, MOST_INTERVALS) + 1), *range(max(1, links_need), min(last, links_need + 2) + 1), last})
 
 
+@lru_cache(maxsize=256)
 def simulate_pool(
     workload: Workload, links: Links, slots: float, latency: Latency, unit: PoolUnit = SLOT, seed: int = SEEDS[0]
 ) -> SimulationResult:
     """The twin of a pool of equal units with so many effective slots, over enough steps for steady means.
 
     Latencies are stretched so that μ is exactly what so many slots complete, whatever whole number of units there is. A large
-    batch and its pool are scaled down; of a large batch on a small pool, several groups count as one that takes as much longer.
+    batch and its pool are scaled down, all the more where S asks for many steps; of a large batch on a small pool, several
+    groups count as one that takes as much longer.
     """
-    units, B = max(1, round(slots / unit.effective_slots)), workload.groups_per_batch
-    scale = max(1, min(B // LARGE_BATCH, units // LARGE_POOL))
-    worker_scale = max(1, min(B // scale // LARGE_BATCH, unit.slots // LARGE_WORKER)) if unit.in_calls else 1
-    bundle = max(1, min(B // scale // LARGE_BATCH, int(B / (MANY_WAVES * slots)))) if not unit.in_calls else 1
+    fewest = fewest_steps(workload)
+    large_batch = min(LARGE_BATCH, max(SMALLEST_BATCH, SIMULATED_GROUPS // fewest))
+    large_pool, large_worker = (large * large_batch // LARGE_BATCH for large in (LARGE_POOL, LARGE_WORKER))
+    whole = slots / unit.effective_slots if unit.in_calls else slots
+    units, B = max(1, round(whole)), workload.groups_per_batch
+    scale = max(1, min(B // large_batch, units // large_pool))
+    worker_scale = max(1, min(B // scale // large_batch, unit.slots // large_worker)) if unit.in_calls else 1
+    bundle = max(1, min(B // scale // large_batch, int(B / (MANY_WAVES * slots)))) if not unit.in_calls else 1
     count, worker_slots = max(1, round(units / scale)), max(1, round(unit.slots / worker_scale))
     kind = WorkerKind(count, worker_slots, in_calls=True) if unit.in_calls else WorkerKind(1, slots=count)
     share = _busy_share(latency, worker_slots) if unit.in_calls else 1.0
@@ -179,9 +190,14 @@ def simulate_pool(
     if bundle > 1 and latency.mean_s:
         latency = Lognormal(latency.mean_s, latency.cv / math.sqrt(bundle))
     scaled = replace(workload, groups_per_batch=max(1, round(B / (scale * worker_scale * bundle))))
-    fewest = 4 * (workload.staleness_bound + workload.publish_interval + 1)
-    steps = max(fewest, min(SIMULATED_STEPS, SIMULATED_GROUPS // scaled.groups_per_batch))
+    generated = math.ceil(scaled.groups_per_batch / workload.accepted_share)
+    steps = max(fewest, min(SIMULATED_STEPS, SIMULATED_GROUPS // generated))
     return simulate(scaled, links, Pool((kind,)), steps, seed, latency=latency, carry="newest")
+
+
+def fewest_steps(workload: Workload) -> int:
+    """Steps after which the head start that S gives has faded from the means."""
+    return 4 * (workload.staleness_bound + workload.publish_interval + 1)
 
 
 def _busy_share(latency: Latency, slots: int) -> float:
@@ -194,11 +210,11 @@ def _decided_units(question: _Question, proposed: int) -> int | None:
     """The fewest units, to a hundredth, that reach the target in every simulation; None where no useful pool does."""
     most = question.most_units
     fewest = question.needed_units(question.target) or 1
-    low, high = max(1, fewest * 4 // 5) - 1, proposed
+    low, high, growth = max(1, fewest * 4 // 5) - 1, proposed, proposed // 8 + 1
     while not question.reached_by(high):
         if high == most:
             return None
-        low, high = high, min(most, high + high // 8 + 1)
+        low, high, growth = high, min(most, high + growth), 2 * growth
     while high - low > max(1, proposed // 100):
         middle = (low + high) // 2
         if question.reached_by(middle):

@@ -1,7 +1,8 @@
 """Relaxations: what would have to give for a plan to exist where none keeps to all limits.
 
 Invariants: each relaxation changes one limit, as little as its steps allow, and comes with the cheapest plan that it allows;
-that plan keeps to everything else; shares move by hundredths, quotas by accelerators, staleness by learner steps.
+that plan keeps to everything else; a share of one domain moves on until the plan is no larger than whole machines make it;
+shares move by hundredths, quotas by accelerators, staleness by learner steps.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from echo2.errors import WaitTimeout
 
 MOST_SLACK_STEPS = 256
 """Steps up to which S + 1 − κ is raised."""
+
+SIZED = 2.0
+"""Times the need, or the largest of its machines, that a plan with another share of one domain gives at most."""
 
 UNLIMITED = 10**9
 """A quota that nothing exhausts."""
@@ -112,7 +116,8 @@ class RelaxationSearch:
         def at(hundredths: int) -> Limits:
             return replace(limits, max_domain_share=hundredths / 100)
 
-        least = self._least(at, math.floor(100 * limits.max_domain_share) + 1, 100)
+        first = math.floor(100 * limits.max_domain_share) + 1
+        least = self._least(at, first, 100, self._is_sized) or self._least(at, first, 100)
         if least is not None:
             sentence = f"{least} % of the throughput in one {domain} in place of {percent(limits.max_domain_share)}"
             yield from self._relaxed(f"the share of one {domain}", sentence, at(least))
@@ -152,11 +157,21 @@ class RelaxationSearch:
             sentence = f"{number(needed)} groups/s in place of {number(now)}: the learner waits for the rest"
             yield from self._relaxed("the throughput", sentence, self.limits, needed=needed)
 
-    def _least(self, at: Callable[[int], Limits], least: int, most: int) -> int | None:
-        """The least whole number whose limits allow a plan; None where `most` does not."""
-        if least > most:
-            return None
-        return least_integer(lambda value: self._select(at(value)) is not None, least, most)
+    def _is_sized(self, selection: Selection) -> bool:
+        """Whether it is no larger than the need and whole machines make it."""
+        largest = max(candidate.effective_groups_per_s for candidate, _ in selection.chosen)
+        return selection.groups_per_s <= SIZED * max(self.needed_groups_per_s, largest) * (1 + TOLERANCE)
+
+    def _least(
+        self, at: Callable[[int], Limits], least: int, most: int, fits: Callable[[Selection], bool] = lambda _: True
+    ) -> int | None:
+        """The least whole number whose limits allow a plan that `fits`; None where `most` does not."""
+
+        def suffices(value: int) -> bool:
+            selection = self._select(at(value))
+            return selection is not None and fits(selection)
+
+        return least_integer(suffices, least, most) if least <= most else None
 
     def _relaxed(
         self, name: str, sentence: str, limits: Limits, slack_steps: int | None = None, needed: float | None = None

@@ -1,17 +1,19 @@
 """The pool that a selection rents, in the twin: what the run does with just these machines, their latencies and preemptions.
 
-Invariants: a machine has the slots that make its μ at its L; the same arguments give the same result.
+Invariants: a machine has the slots that make its μ at its L, or a share of them where the batch is scaled down to the same
+share of itself; the same arguments give the same result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from echo2.capacity.latencies import Latency
 from echo2.capacity.model import Links, Workload
 from echo2.capacity.offers import Candidate
 from echo2.capacity.pool import Pool, WorkerKind
-from echo2.capacity.provisioning import SEEDS, SIMULATED_GROUPS, SIMULATED_STEPS
+from echo2.capacity.provisioning import SEEDS, SIMULATED_GROUPS, SIMULATED_STEPS, fewest_steps
 from echo2.capacity.selection import Selection
 from echo2.capacity.simulation import SimulationResult, simulate
 from echo2.capacity.terms import call_slots
@@ -35,15 +37,28 @@ def simulate_selection(
 ) -> list[SimulationResult]:
     """The twin for each seed; `latency` gives the shape, each machine its mean. A lost machine is noticed after `detection_s`.
 
-    All machines start at once; the steps in which they come up are not measured.
+    All machines start at once; the steps in which they come up are not measured. A batch too large to be simulated for so many
+    steps is scaled down, and the slots of each machine with it.
     """
-    kinds = [_kind(candidate, count, links, latency, in_calls, detection_s) for candidate, count in selection.chosen]
-    fewest = 4 * (workload.staleness_bound + workload.publish_interval + 1)
+    kinds = [worker_kind(candidate, count, links, latency, in_calls, detection_s) for candidate, count in selection.chosen]
+    fewest = fewest_steps(workload)
+    scale = max(1.0, fewest * workload.groups_per_batch / SIMULATED_GROUPS)
+    if scale > 1:
+        workload = replace(workload, groups_per_batch=max(1, round(workload.groups_per_batch / scale)))
+        kinds = [_scaled_down(kind, scale) for kind in kinds]
     steps = max(fewest, min(SIMULATED_STEPS, SIMULATED_GROUPS // workload.groups_per_batch))
     return [simulate(workload, links, Pool(tuple(kinds)), steps, seed, latency=latency, carry="newest") for seed in seeds]
 
 
-def _kind(candidate: Candidate, count: int, links: Links, latency: Latency, in_calls: bool, detection_s: float) -> WorkerKind:
+def _scaled_down(kind: WorkerKind, scale: float) -> WorkerKind:
+    """With so much fewer slots, and exactly so much less throughput."""
+    slots = max(1, round(kind.slots / scale))
+    return replace(kind, slots=slots, speed=kind.speed * kind.slots / scale / slots)
+
+
+def worker_kind(
+    candidate: Candidate, count: int, links: Links, latency: Latency, in_calls: bool, detection_s: float
+) -> WorkerKind:
     """Machines or, where engines work in calls, workers of an offer; `speed` makes μ exact whatever whole slots there are."""
     workers = candidate.workers if in_calls else 1
     rate, own = candidate.groups_per_s / workers, latency.scaled_to(candidate.group_latency_s)

@@ -145,6 +145,28 @@ def select_greedily(candidates: Sequence[Candidate], needed_groups_per_s: float,
     return None if made.violations(needed_groups_per_s) else made
 
 
+def least_cost_usd_per_hour(candidates: Sequence[Candidate], needed_groups_per_s: float, limits: Limits) -> float:
+    """What no selection undercuts: the cost if machines could be split, and only what starts cost counted of the limits.
+
+    Infinite where not even that gives the throughput.
+
+    >>> from echo2.capacity.offers import Offer
+    >>> offers = [Offer("a", 3.0, "x"), Offer("a", 13.0, "y")]
+    >>> small, large = (Candidate(o, 1, rate, 1.0, 1.0, 0.0, 0.0, 0.0) for o, rate in zip(offers, (1.0, 4.0)))
+    >>> least_cost_usd_per_hour([replace(small, running=2, launchable=False), large], 4.0, Limits())
+    12.5
+    """
+    missing, cost = needed_groups_per_s, 0.0
+    steps = ((usd, most * c.effective_groups_per_s) for c in candidates for usd, most in _prices(c, limits))
+    for usd_per_group, groups_per_s in sorted(steps):
+        taken = min(missing, groups_per_s)
+        cost += 3600 * usd_per_group * taken
+        missing -= taken
+        if missing <= needed_groups_per_s * TOLERANCE:
+            return cost
+    return math.inf
+
+
 def _prices(candidate: Candidate, limits: Limits) -> Iterator[tuple[float, float]]:
     """Cost per group of a machine that is kept and of one that is launched, each with the count up to which it holds."""
     if candidate.running:

@@ -101,7 +101,7 @@ def simulate(
     twin = Twin(
         workload,
         links,
-        pool,
+        pool.kinds,
         latency if latency is not None else Constant(workload.group_latency_s),
         learner_step if learner_step is not None else Constant(workload.learner_step_s),
         carry,

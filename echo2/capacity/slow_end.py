@@ -50,6 +50,9 @@ NEGLIGIBLE_GROUPS = 0.02
 START_POINTS = 16
 """Points at which the starting times of a release are taken."""
 
+MOST_RELEASES = 1024
+"""Releases under way that are looked at one by one; of more, one in the midst of several stands for all of them."""
+
 LEASE_POINTS = 4
 """Points at which the leases of one version are taken."""
 
@@ -212,9 +215,17 @@ def reaches(workload: Workload, links: Links, slots: float, latency: Latency, ta
 
 
 def needed_slots(
-    workload: Workload, links: Links, latency: Latency, target_utilisation: float, most: int, reserve: float = 0.0
+    workload: Workload,
+    links: Links,
+    latency: Latency,
+    target_utilisation: float,
+    most: int,
+    reserve: float = 0.0,
+    slots_each: float = 1.0,
 ) -> int | None:
     """The fewest slots, up to `most`, that reach the target with `reserve` standard deviations; None where `most` do not.
+
+    Counted in units of `slots_each`.
 
     26 slots complete 32 groups per second, but a batch of 32 must pass at once through what the snapshot leaves of T:
 
@@ -225,7 +236,8 @@ def needed_slots(
     longest_s = longest_step_s(workload, target_utilisation)
     tries = Tries(latency, workload.accepted_share)
 
-    def suffice(slots: int) -> bool:
+    def suffice(units: int) -> bool:
+        slots = units * slots_each
         return any(_Pace(carried, links, slots, tries, reserve).is_kept(longest_s) for carried in _as_carried(workload, links))
 
     return least_integer(suffice, 1, most)
@@ -307,9 +319,10 @@ class _Pace:
     def _missing(self, time_s: float) -> Callable[[float], float]:
         """out(x) of a release that finds slots held by older ones, of which one came every κ steps of `time_s`."""
         interval_s = self.workload.publish_interval * time_s
-        held, age_s = 0.0, interval_s
+        together = self._looked_at_together(interval_s)
+        held, age_s = 0.0, interval_s * (together + 1) / 2
         while held < self.slots and (still := self.undisturbed(age_s)) > NEGLIGIBLE_GROUPS:
-            held, age_s = held + still, age_s + interval_s
+            held, age_s = held + together * still, age_s + together * interval_s
         return _release(self.tries, self.released, self.slots, min(self.slots, held))
 
     def _is_filled(self, batch: int, passed_s: float, missing: Callable[[float], float], time_s: float) -> bool:
@@ -318,13 +331,19 @@ class _Pace:
         younger = int(passed_s / interval_s)
         spare_batches = self.workload.publish_interval * (1 + younger) - batch
         allowed = spare_batches * self.workload.groups_per_batch + SLOWEST * math.exp(-deviations)
-        age_s, total = passed_s - younger * interval_s, 0.0
+        together = self._looked_at_together(interval_s)
+        age_s, total = passed_s - younger * interval_s + interval_s * (together - 1) / 2, 0.0
         while (still := missing(age_s)) > NEGLIGIBLE_GROUPS:
-            total += still
+            total += together * still
             if total + (deviations * math.sqrt(total) if allowed >= 1 else 0.0) > allowed:
                 return False
-            age_s += interval_s
+            age_s += together * interval_s
         return True
+
+    def _looked_at_together(self, interval_s: float) -> int:
+        """How many releases in a row count like the one in their midst, where one came every `interval_s`."""
+        span_s = self.tries.mean_s * (1 + self.released / self.slots)
+        return max(1, int(span_s / (MOST_RELEASES * interval_s)))
 
 
 def _release(tries: Tries, groups: int, slots: float, held: float = 0.0) -> Callable[[float], float]:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from echo2.capacity.latencies import Latency, Lognormal
-from echo2.capacity.model import Links, Workload
-from echo2.capacity.pool import SLOT, PoolUnit
+from echo2.capacity.model import Links, Workload, required_throughput
+from echo2.capacity.pool import PoolUnit, unit_of_slots
 from echo2.capacity.provisioning import simulate_pool
 from echo2.capacity.simulation import SimulationResult
 from echo2.capacity.slow_end import least_integer, slow_end_latency_s
@@ -73,9 +73,9 @@ class Terms:
         return self.groups_per_s * self.latency.mean_s
 
     def unit(self, config: Config) -> PoolUnit:
-        """What the pool grows by: a worker where the engine generates in calls, else a slot."""
+        """What the pool grows by: a worker where the engine generates in calls, else a slot or a part of one."""
         if config.worker.engine not in ENGINES_IN_CALLS:
-            return SLOT
+            return unit_of_slots(required_throughput(self.workload(config)) * self.latency.mean_s)
         return PoolUnit(self.worker_slots, in_calls=True, effective_slots=self.slots / self.workers)
 
     @property

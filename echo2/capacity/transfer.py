@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from echo2.capacity.tables import counted
+from echo2.capacity.tables import counted, duration
 from echo2.dissemination.broadcast.plan import BroadcastPlan, Origin, Receiver, plan_broadcast
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class Transfer:
 def transfer_of(config: Config, seen: SeenLinks = UNSEEN) -> Transfer | None:
     """How versions travel in a run of this configuration; None where bytes or an uplink are not known."""
     given, dissemination = config.capacity, config.dissemination
-    full_bytes = seen.full_bytes or _full_bytes(config)
+    full_bytes = seen.full_bytes or told_bytes(config)
     source_bytes_per_s = dissemination.uplink_bytes_per_s or seen.source_bytes_per_s
     worker_bytes_per_s = given.worker_uplink_bytes_per_s if seen.worker_bytes_per_s is None else seen.worker_bytes_per_s
     if not full_bytes or not source_bytes_per_s or (dissemination.peers and worker_bytes_per_s is None):
@@ -112,7 +112,8 @@ def transfer_of(config: Config, seen: SeenLinks = UNSEEN) -> Transfer | None:
     )
 
 
-def _full_bytes(config: Config) -> float:
+def told_bytes(config: Config) -> int:
+    """Bytes of a snapshot in full as far as the configuration tells; 0 where it does not."""
     simulated = config.learner.engine == "simulated"
     return config.capacity.snapshot_bytes or (config.learner.simulated_snapshot_bytes if simulated else 0)
 
@@ -120,6 +121,28 @@ def _full_bytes(config: Config) -> float:
 def deltas_pay(config: Config) -> bool:
     """Whether deltas are smaller: in float32 most weights change with every step, and a simulated learner changes all."""
     return config.learner.engine != "simulated" and config.model.dtype == "bfloat16"
+
+
+def cap_warning(config: Config, full_bytes: float) -> str:
+    """That a snapshot in full cannot reach the workers in time under the cap on the hub's uplink, with figures; else empty.
+
+    `full_bytes` is its size, 0 for unknown. The least time is that of one copy where workers pass on, else of one for each.
+    """
+    cap_bytes_per_s, limit_s = config.dissemination.uplink_bytes_per_s, config.dissemination.timeout_s
+    copies = 1 if config.dissemination.peers else max(1, config.fleet.workers)
+    if not cap_bytes_per_s or copies * full_bytes / cap_bytes_per_s <= limit_s:
+        return ""
+    staleness = config.staleness
+    fresh_steps = staleness.bound + 1 - staleness.publish_interval
+    fresh_s = fresh_steps * config.capacity.learner_step_s
+    each = " for each of them" if copies > 1 else ""
+    return (
+        f"dissemination.uplink_bytes_per_s = {cap_bytes_per_s:g} lets a snapshot in full, about {quantity_of_bytes(full_bytes)}"
+        f"{each}, reach the workers after {duration(copies * full_bytes / cap_bytes_per_s)} at the soonest, over "
+        f"dissemination.timeout_s = {limit_s:g}, and versions are fresh for {counted(fresh_steps, 'step')} (S + 1 − κ), "
+        f"{duration(fresh_s)} at capacity.learner_step_s = {config.capacity.learner_step_s:g}: a cap of "
+        f"{quantity_of_bytes(copies * full_bytes / limit_s)}/s is the least that is of use"
+    )
 
 
 def changed_transfer(

@@ -5,8 +5,9 @@ Invariant: groups of one version differ in nothing but their end, so there are c
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from heapq import heapify, heappop, heappush
 from typing import Literal
@@ -14,7 +15,7 @@ from typing import Literal
 from echo2.capacity.admission import live_group_limit, oldest_trainable_version
 from echo2.capacity.latencies import Latency
 from echo2.capacity.model import Links, Workload
-from echo2.capacity.pool import Pool, WorkerKind
+from echo2.capacity.pool import WorkerKind
 from echo2.errors import UserError
 
 Carry = Literal["every", "newest"]
@@ -30,33 +31,38 @@ class Twin:
     """One simulation; `run` may be called once."""
 
     def __init__(
-        self, workload: Workload, links: Links, pool: Pool, latency: Latency, learner_step: Latency, carry: Carry, seed: int
+        self,
+        workload: Workload,
+        links: Links,
+        kinds: Sequence[WorkerKind],
+        latency: Latency,
+        learner_step: Latency,
+        carry: Carry,
+        seed: int,
     ) -> None:
         generator = random.Random(seed)
         self.workload, self.links, self.carry = workload, links, carry
-        self.random = generator.random
-        self.exponential = generator.expovariate
+        self.random, self.exponential = generator.random, generator.expovariate
         self.draw_latency_s = latency.sampler(generator)
         self.draw_step_s = learner_step.sampler(generator)
-        self.kinds: list[WorkerKind] = [kind for kind in pool.kinds for _ in range(kind.count)]
         self.now_s = 0.0
         self.ends: list[tuple[float, int, int, int]] = []
         """(end, serial, worker, version) of every group in a slot."""
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.serial = 0
         self.total_steps = ENDLESS
-        self.version = [0] * len(self.kinds)
-        self.limit = [0] * len(self.kinds)
+        self.kinds: list[WorkerKind] = []
+        self.version: list[int] = []
+        self.limit: list[int] = []
         self.highest_limit = 0
-        self.free = [0] * len(self.kinds)
-        self.least_free = [kind.slots if kind.in_calls else 1 for kind in self.kinds]
+        self.free: list[int] = []
+        self.least_free: list[int] = []
         """Free slots from which on a worker asks for leases."""
         self.asking = 0
         """Workers that do."""
-        self.up = [False] * len(self.kinds)
+        self.up: list[bool] = []
         self.arrived: dict[float, int] = {}
-        self.step = 0
-        self.learning = False
+        self.step, self.learning = 0, False
         self.oldest = oldest_trainable_version(0, workload.staleness_bound)
         self.live = self.leased = self.filtered = self.expired = self.lost = self.unassigned = 0
         self.losses_since_step = 0
@@ -72,22 +78,42 @@ class Twin:
         self.usd, self.usd_per_s, self.usd_until_s = 0.0, 0.0, 0.0
         self.waiting_snapshots: list[int] = []
         self.links_busy = False
+        for kind in [each for each in kinds for _ in range(each.count)]:
+            self._enrol(kind)
+
+    def _enrol(self, kind: WorkerKind) -> int:
+        """One more worker, which is not up yet; its number."""
+        self.kinds.append(kind)
+        self.version.append(0)
+        self.limit.append(0)
+        self.free.append(0)
+        self.least_free.append(kind.slots if kind.in_calls else 1)
+        self.up.append(False)
+        return len(self.kinds) - 1
 
     def run(self, steps: int, total_steps: int) -> None:
         """Simulate until `steps` steps have ended."""
         self.total_steps = total_steps
         for worker in range(len(self.kinds)):
             self._launch(worker)
+        self._advance(steps, math.inf)
+        if self.step < steps:
+            raise UserError(f"step {self.step} can never start: total_steps = {total_steps} ends the run before it")
+
+    def _advance(self, steps: int, until_s: float) -> None:
+        """What happens by `until_s`, or until `steps` steps have ended, or as long as anything does."""
         ends, events = self.ends, self.events
         while self.step < steps:
             if ends and (not events or ends[0][0] < events[0][0]):
+                if ends[0][0] > until_s:
+                    return
                 self.now_s, _, worker, version = heappop(ends)
                 self._finish(worker, version)
-            elif events:
+            elif events and events[0][0] <= until_s:
                 self.now_s, _, event = heappop(events)
                 event()
             else:
-                raise UserError(f"step {self.step} can never start: total_steps = {total_steps} ends the run before it")
+                return
 
     def _at(self, time_s: float, event: Callable[[], None]) -> None:
         self.serial += 1
@@ -251,6 +277,12 @@ class Twin:
             raise UserError(
                 f"step {self.step} never gets its batch: the workers are preempted too early; lower preemptions_per_hour"
             )
+        self._pay(-kind.price_usd_per_hour / 3600)
+        self._at(self.now_s + kind.down_s, partial(self._launch, worker))
+        self._lose(worker, min(kind.detection_s, kind.down_s + kind.start_up_s))
+
+    def _lose(self, worker: int, silence_s: float) -> None:
+        """The worker is gone, and its leases are open to others after so long."""
         self.up[worker] = False
         self.asking -= self.free[worker] >= self.least_free[worker]
         self.free[worker] = self.limit[worker] = 0
@@ -258,9 +290,6 @@ class Twin:
         self.ends[:] = [end for end in self.ends if end[2] != worker]
         heapify(self.ends)
         self.lost += len(held)
-        self._pay(-kind.price_usd_per_hour / 3600)
-        self._at(self.now_s + kind.down_s, partial(self._launch, worker))
-        silence_s = min(kind.detection_s, kind.down_s + kind.start_up_s)
         if silence_s:
             self._at(self.now_s + silence_s, partial(self._reopen, held))
         else:

@@ -31,6 +31,22 @@ class SnapshotWithdrawn(SnapshotError):
     """A snapshot that was named is not, or no longer, in the store: ask for the newest one."""
 
 
+class Probe(BaseModel):
+    """A prompt, and what a version's learner gives for it, so that an engine can prove which weights it has."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    token_ids: tuple[NonNegativeInt, ...]
+    log_probs: tuple[float, ...]
+    """Of every token but the first, after those before it, at temperature 1."""
+
+    @model_validator(mode="after")
+    def _one_for_each(self) -> Probe:
+        if len(self.log_probs) != len(self.token_ids) - 1 or not self.log_probs:
+            raise ValueError(f"{len(self.log_probs)} log-probabilities for {len(self.token_ids)} tokens")
+        return self
+
+
 class Manifest(BaseModel):
     """The description of one payload; published after it."""
 
@@ -50,6 +66,8 @@ class Manifest(BaseModel):
     weights_digest: str
     """blake3 of the weights that the payload is or makes, hexadecimal."""
     created_unix_s: float
+    probe: Probe | None = None
+    """None where no model stands behind the weights."""
     signature: str = ""
 
     @model_validator(mode="after")
@@ -108,7 +126,7 @@ def fitting_chunk_bytes(total_bytes: int, most_bytes: int) -> int:
     return min(max(thousandth, LEAST_CHUNK_BYTES), most_bytes)
 
 
-def describe(payload: Content, run_id: str, version: int, chunk_bytes: int) -> Manifest:
+def describe(payload: Content, run_id: str, version: int, chunk_bytes: int, probe: Probe | None = None) -> Manifest:
     """The unsigned manifest of weights that travel in full."""
     view = memoryview(payload)
     digest = _digest(view)
@@ -121,6 +139,7 @@ def describe(payload: Content, run_id: str, version: int, chunk_bytes: int) -> M
         payload_digest=digest,
         weights_digest=digest,
         created_unix_s=time.time(),
+        probe=probe,
     )
 
 

@@ -239,7 +239,8 @@ class SnapshotFollower:
     def stop(self, timeout_s: float = 2.0) -> None:
         """End the thread, waiting up to `timeout_s`; a long-poll under way ends by itself and delivers nothing."""
         self._stopping.set()
-        self._thread.join(timeout_s)
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
         if self._arrivals is not None:
             self._arrivals.close()
 

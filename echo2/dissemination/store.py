@@ -24,6 +24,7 @@ from echo2.dissemination.delta import FullIsBetter, encode_delta
 from echo2.dissemination.manifest import (
     Content,
     Manifest,
+    Probe,
     SnapshotWithdrawn,
     describe,
     describe_delta,
@@ -33,7 +34,7 @@ from echo2.dissemination.manifest import (
     verify,
 )
 from echo2.dissemination.route import Offer, cheapest_route
-from echo2.durability import sync
+from echo2.durability import filling, naming, sync
 from echo2.errors import SnapshotError
 
 PAYLOAD_NAME, DELTA_NAME = "weights.safetensors", "delta"
@@ -73,15 +74,17 @@ class SnapshotStore:
         chunk_bytes: int,
         base: Published | None = None,
         mirror: Mirroring | None = None,
+        probe: Probe | None = None,
     ) -> Published:
         """Make `payload` the snapshot of `version`, in place of a former one; when this returns, it is on the disk.
 
         With `base`, the delta from there is published too where it is smaller. `mirror` is called before anybody sees the
-        version, so that who reads its manifest finds its copies. Raises SnapshotError for an empty payload.
+        version, so that who reads its manifest finds its copies. Raises SnapshotError for an empty payload, DiskError for
+        a full disk.
         """
         if not payload:
             raise SnapshotError(f"snapshot of version {version} is empty: a payload must hold weights")
-        manifest = sign(describe(payload, self._run_id, version, chunk_bytes), self._key)
+        manifest = sign(describe(payload, self._run_id, version, chunk_bytes, probe), self._key)
         files: dict[str, Content] = {PAYLOAD_NAME: payload, MANIFEST_NAME: manifest.model_dump_json().encode()}
         payloads: list[tuple[Manifest, Content]] = [(manifest, payload)]
         published = Published(manifest, None, payload)
@@ -99,11 +102,10 @@ class SnapshotStore:
     def _place(self, link: Path, files: dict[str, Content]) -> None:
         """Make `link` lead to a new folder with these files."""
         hidden = self._folder / f".{link.name}.{secrets.token_hex(8)}"
-        with self._writing():
-            hidden.mkdir()
-            for name, content in files.items():
-                _write(hidden / name, content)
-            sync(hidden)
+        with naming(link), self._writing():
+            with filling(hidden):
+                for name, content in files.items():
+                    (hidden / name).write_bytes(content)
             former = _target(link)
             if former == link.name:
                 _delete(link)
@@ -246,8 +248,11 @@ class SnapshotStore:
         key = (str(file), status.st_ino, status.st_mtime_ns)
         manifest = self._verified.get(key)
         if manifest is None:
-            manifest = parse_manifest(file.read_bytes())
-            verify(manifest, self._key, self._run_id)
+            try:
+                manifest = parse_manifest(file.read_bytes())
+                verify(manifest, self._key, self._run_id)
+            except SnapshotError as error:
+                raise SnapshotError(f"{file}: {error}, or remove {file.parent}") from None
             if len(self._verified) >= VERIFIED_MANIFESTS:
                 self._verified.clear()
             self._verified[key] = manifest
@@ -315,8 +320,3 @@ def _pieces(version: int, payload: Path, start: int, length: int) -> Iterator[by
                 raise SnapshotError(f"payload of version {version} ends {length} bytes early in {payload}: publish it again")
             length -= len(piece)
             yield piece
-
-
-def _write(file: Path, content: Content) -> None:
-    file.write_bytes(content)
-    sync(file)

@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import socket
 
-from echo2.errors import UserError
+from echo2.listening import cannot_listen, listen_on
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, port_setting: str = "hub.port") -> socket.socket:
     """A listening socket; port 0 lets the system choose. Raises UserError if the port is taken or the address is not ours."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host, port))
-    except (OSError, socket.gaierror) as error:
-        listener.close()
-        raise UserError(
-            f"hub.host = {host!r}, hub.port = {port}: cannot listen there ({error.strerror or error}); "
-            "set hub.port = 0 to let the system choose a free port"
-        ) from None
-    listener.listen(1024)
-    return listener
+        return listen_on(host, port)
+    except OSError as error:
+        raise cannot_listen(error, "hub.host", host, port_setting, port) from None
 
 
 def url_of(listener: socket.socket) -> str:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hmac
 import sqlite3
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request, Response
@@ -21,10 +19,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from echo2.dissemination.broadcast.record import RECORD
 from echo2.dissemination.manifest import SnapshotWithdrawn, encode_route
 from echo2.dissemination.store import SnapshotStore
-from echo2.errors import UserError
+from echo2.errors import DiskError, NameTaken, UserError
 from echo2.hub.metrics import render_metrics
 from echo2.hub.service import Hub
-from echo2.protocol import BodyError, LogProbDifference, Telemetry, decode_group, encode_batch
+from echo2.protocol import BodyError, LogProbDifference, Telemetry, decode_group, encode_batch, split_groups
 from echo2.run_directory import RunDirectory
 
 MAX_WAIT_S = 60.0
@@ -34,6 +32,7 @@ Wait = Annotated[float, Query(ge=0.0, le=MAX_WAIT_S)]
 
 class Registration(BaseModel):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    process: str = Field(min_length=1, max_length=64)
 
 
 class LeaseRequest(BaseModel):
@@ -61,6 +60,13 @@ class PaidInterval(BaseModel):
     price_usd_per_hour: float = Field(ge=0.0)
 
 
+class RentedInterval(BaseModel):
+    offer: str
+    price_usd_per_hour: float = Field(ge=0.0)
+    launched_at_s: float
+    ended_at_s: float | None = None
+
+
 class Event(BaseModel):
     kind: str
     subject: str
@@ -68,22 +74,14 @@ class Event(BaseModel):
 
 
 def create_app(run: RunDirectory) -> FastAPI:
-    """The application that serves `run`; its hub lives as long as it does."""
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        hub = Hub(run)
-        await hub.start()
-        app.state.hub = hub
-        yield
-        await hub.stop()
-
-    app = FastAPI(title="ECHO-2 hub", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    """The application that serves `run`; who serves it puts the run's hub into `state.hub`, and starts and stops it."""
+    app = FastAPI(title="ECHO-2 hub", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(Guard, token=run.token, max_body_bytes=run.config.hub.max_body_bytes)
     _explain_errors(app)
     _add_worker_routes(app, run)
     _add_snapshot_routes(app, run)
     _add_learner_routes(app)
+    _add_fleet_routes(app)
     _add_overview_routes(app, run)
     return app
 
@@ -126,6 +124,14 @@ def _explain_errors(app: FastAPI) -> None:
     async def bad_body(request: Request, error: BodyError) -> Response:
         return _refusal(422, str(error))
 
+    @app.exception_handler(NameTaken)
+    async def name_taken(request: Request, error: NameTaken) -> Response:
+        return _refusal(423, str(error))
+
+    @app.exception_handler(DiskError)
+    async def disk_at_fault(request: Request, error: DiskError) -> Response:
+        return _refusal(507, str(error))
+
     @app.exception_handler(UserError)
     async def refused(request: Request, error: UserError) -> Response:
         return _refusal(409, str(error))
@@ -149,10 +155,17 @@ def _hub(request: Request) -> Hub:
     return request.app.state.hub
 
 
+async def _verdict(hub: Hub, worker_id: str, body: bytes) -> dict[str, str]:
+    try:
+        return {"outcome": await hub.post(worker_id, decode_group(body))}
+    except BodyError as error:
+        return {"error": str(error)}
+
+
 def _add_worker_routes(app: FastAPI, run: RunDirectory) -> None:
     @app.post("/v1/workers")
     async def register(request: Request, registration: Registration) -> dict[str, Any]:
-        return (await _hub(request).register(registration.name)).model_dump()
+        return (await _hub(request).register(registration.name, registration.process)).model_dump()
 
     @app.get("/v1/workers")
     async def live_workers(request: Request) -> dict[str, Any]:
@@ -160,8 +173,8 @@ def _add_worker_routes(app: FastAPI, run: RunDirectory) -> None:
         return {"worker_ids": [w.worker_id for w in live]}
 
     @app.delete("/v1/workers/{worker_id}")
-    async def leave(request: Request, worker_id: str) -> dict[str, Any]:
-        await _hub(request).leave(worker_id)
+    async def leave(request: Request, worker_id: str, reason: str = "") -> dict[str, Any]:
+        await _hub(request).leave(worker_id, reason)
         return {}
 
     @app.post("/v1/workers/{worker_id}/heartbeat")
@@ -186,9 +199,9 @@ def _add_worker_routes(app: FastAPI, run: RunDirectory) -> None:
         return {"returned": await _hub(request).return_leases(worker_id, returned.group_ids)}
 
     @app.post("/v1/workers/{worker_id}/rollouts")
-    async def post(request: Request, worker_id: str) -> dict[str, Any]:
-        group = decode_group(await request.body())
-        return {"outcome": await _hub(request).post(worker_id, group)}
+    async def post(request: Request, worker_id: str) -> Response:
+        bodies = split_groups(await request.body())
+        return JSONResponse({"verdicts": [await _verdict(_hub(request), worker_id, body) for body in bodies]})
 
     @app.get("/v1/model/{name}")
     async def model_file(name: str) -> Response:
@@ -259,16 +272,41 @@ def _add_learner_routes(app: FastAPI) -> None:
     async def resume(request: Request, wanted: ResumeRequest) -> dict[str, Any]:
         return {"replayed_steps": await _hub(request).resume(wanted.version)}
 
+
+def _add_fleet_routes(app: FastAPI) -> None:
     @app.post("/v1/paid-intervals")
     async def open_interval(request: Request, paid: PaidInterval) -> dict[str, Any]:
         roster = _hub(request).roster
         await _hub(request).durably(roster.open_interval, paid.name, paid.offer, paid.price_usd_per_hour)
         return {}
 
+    @app.get("/v1/paid-intervals")
+    async def cost(request: Request) -> dict[str, Any]:
+        return {"cost_usd": await _hub(request).durably(_hub(request).roster.cost_usd)}
+
     @app.delete("/v1/paid-intervals/{name}")
     async def close_interval(request: Request, name: str) -> dict[str, Any]:
         await _hub(request).durably(_hub(request).roster.close_interval, name)
         return {}
+
+    @app.put("/v1/paid-intervals/{name}")
+    async def record_interval(request: Request, name: str, rented: RentedInterval) -> dict[str, Any]:
+        times = (rented.launched_at_s, rented.ended_at_s)
+        await _hub(request).durably(_hub(request).roster.record_interval, name, rented.offer, rented.price_usd_per_hour, *times)
+        return {}
+
+    @app.get("/v1/crew")
+    async def crew(request: Request) -> dict[str, Any]:
+        return {"crew": [member.model_dump() for member in await _hub(request).durably(_hub(request).roster.crew)]}
+
+    @app.post("/v1/machines/{name}/drain")
+    async def drain(request: Request, name: str) -> dict[str, Any]:
+        await _hub(request).drain(name)
+        return {}
+
+    @app.get("/v1/fleet-ending")
+    async def fleet_ending(request: Request, since_s: float) -> dict[str, Any]:
+        return {"reason": await _hub(request).durably(_hub(request).roster.fleet_ending, since_s)}
 
     @app.post("/v1/events")
     async def note(request: Request, event: Event) -> dict[str, Any]:

@@ -7,6 +7,7 @@ fetches from the hub over HTTP; what workers are accused of is handed to the cal
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from echo2.dissemination.broadcast.record import BroadcastEvent, BroadcastRecord
 from echo2.dissemination.broadcast.source import Broadcast, Source
 from echo2.dissemination.pacing import Pacer
 from echo2.dissemination.store import SnapshotStore
+from echo2.errors import SnapshotError
 
 KEPT_RECORDS = 8
 
@@ -62,12 +64,12 @@ class Broadcaster:
     def announce(self, version: int) -> None:
         """Bring the snapshot of `version` to every connected worker, once however often it is asked for.
 
-        Raises SnapshotError if the store does not hold it.
+        Raises SnapshotError if the store does not hold it whole.
         """
         manifest, file = self._store.smallest(version)
         if self._latest is not None and self._latest.manifest.signature == manifest.signature:
             return
-        self._broadcasts[version] = self._latest = self._source.broadcast(manifest, _mapped(file))
+        self._broadcasts[version] = self._latest = self._source.broadcast(manifest, _mapped(file, manifest.total_bytes))
         for old in sorted(self._broadcasts)[:-KEPT_RECORDS]:
             del self._broadcasts[old]
 
@@ -81,7 +83,12 @@ class Broadcaster:
         self._source.stop()
 
 
-def _mapped(file: Path) -> memoryview:
-    """The file's bytes; they stay readable when the file is deleted."""
+def _mapped(file: Path, size_bytes: int) -> memoryview:
+    """The file's bytes; they stay readable when the file is deleted. Raises SnapshotError where they are not so many."""
     with file.open("rb") as opened:
+        found_bytes = os.fstat(opened.fileno()).st_size
+        if found_bytes != size_bytes:
+            raise SnapshotError(
+                f"{file} has {found_bytes} of {size_bytes} bytes: publish the snapshot again, or remove {file.parent}"
+            )
         return memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))

@@ -16,7 +16,8 @@ from echo2.config import Config
 from echo2.config_evaluation import EvaluationSection
 from echo2.hub.database import Database
 from echo2.hub.evaluation_groups import EvaluationGroups
-from echo2.protocol import BodyError, GroupRollouts, encode_rollout
+from echo2.hub.parts import Parts
+from echo2.protocol import BodyError, GroupRollouts, Rollout, encode_rollout
 
 NO_EVALUATION = EvaluationSection()
 
@@ -66,6 +67,7 @@ class GroupBook:
         self.db = database
         self.rules = rules
         self.clock = clock
+        self.parts = Parts(database)
 
     @property
     def current_step(self) -> int:
@@ -85,31 +87,67 @@ class GroupBook:
         return self.current_step * self.rules.groups_per_batch + waiting
 
     def store(self, worker_id: str, group: GroupRollouts, row: sqlite3.Row) -> int:
-        """Keep the members that are not there yet; returns their tokens."""
-        tokens = 0
-        for r in group.rollouts:
-            inserted = self.db.execute(
-                "INSERT OR IGNORE INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, NULL, ?)",
-                (
-                    group.group_id,
-                    r.member,
-                    group.attempt,
-                    worker_id,
-                    int(r.versions.min()),
-                    int(r.versions.max()),
-                    len(r.token_ids),
-                    encode_rollout(r),
-                ),
-            )
-            tokens += len(r.token_ids) * inserted.rowcount
-        failed = set(json.loads(row["failed_members"])) | {f.member for f in group.failures}
+        """Keep of a post what is not there yet, and count the rest as waste; returns the tokens that were kept."""
+        group_id, kept, wasted = group.group_id, 0, 0
+        missing = self.missing_members(group_id)
+        for rollout in group.rollouts:
+            if rollout.member in missing and self._takes(group, rollout, row):
+                kept += self._keep(worker_id, group, rollout)
+            elif not self._is_repeated(group, rollout):
+                wasted += len(rollout.token_ids)
+        failed = set(json.loads(row["failed_members"])) | {f.member for f in group.failures if f.member in missing}
         reason = "; ".join(sorted({f.reason for f in group.failures})) or row["reason"]
+        given_up = sum(self._give_up(group_id, f.member) for f in group.failures)
+        self.count_tokens(group_id, group.attempt, kept, wasted)
         self.db.execute(
             "UPDATE groups SET failed_members = ?, reason = ?, tokens = tokens + ?, oldest_version ="
-            " (SELECT MIN(oldest_version) FROM rollouts WHERE group_id = groups.group_id) WHERE group_id = ?",
-            (json.dumps(sorted(failed)), reason, tokens, group.group_id),
+            " (SELECT MIN(oldest_version) FROM (SELECT oldest_version FROM rollouts WHERE group_id = groups.group_id"
+            " UNION ALL SELECT oldest_version FROM parts WHERE group_id = groups.group_id)) WHERE group_id = ?",
+            (json.dumps(sorted(failed)), reason, kept - given_up, group_id),
         )
-        return tokens
+        return kept
+
+    def _takes(self, group: GroupRollouts, rollout: Rollout, row: sqlite3.Row) -> bool:
+        """Whether a missing member goes on with this: a part of it only from the newest attempt, its end from any."""
+        newest = group.attempt == row["attempt"]
+        return (newest or rollout.finish_reason is not None) and self.parts.fits(group.group_id, group.attempt, rollout)
+
+    def _keep(self, worker_id: str, group: GroupRollouts, rollout: Rollout) -> int:
+        """Add what is new of a rollout; gives its tokens."""
+        new = self.parts.new_of(group.group_id, rollout)
+        if new is None:
+            return 0
+        if new.finish_reason is None:
+            self.parts.keep(group.group_id, group.attempt, new)
+            return len(new.token_ids)
+        whole = self.parts.joined(group.group_id, new)
+        self.parts.forget(group.group_id, rollout.member)
+        self.db.execute(
+            "INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, NULL, ?)",
+            (
+                group.group_id,
+                whole.member,
+                group.attempt,
+                worker_id,
+                int(whole.versions.min()),
+                int(whole.versions.max()),
+                len(whole.token_ids),
+                encode_rollout(whole),
+            ),
+        )
+        return len(new.token_ids)
+
+    def _is_repeated(self, group: GroupRollouts, rollout: Rollout) -> bool:
+        """Whether this very attempt has finished the member already."""
+        place = (group.group_id, rollout.member, group.attempt)
+        return self.db.row("SELECT 1 FROM rollouts WHERE group_id = ? AND member = ? AND attempt = ?", *place) is not None
+
+    def _give_up(self, group_id: int, member: int) -> int:
+        """The member failed: what was kept of it is waste; gives its tokens."""
+        tokens = self.parts.forget(group_id, member)
+        for attempt, count in tokens.items():
+            self.count_tokens(group_id, attempt, -count, count)
+        return sum(tokens.values())
 
     def expire_stale(self, step: int) -> None:
         """Drop what can no longer be trained; an open lease without tokens stays: its next worker brings a newer version."""
@@ -128,11 +166,19 @@ class GroupBook:
             "UPDATE groups SET state = ?, reason = ?, worker_id = NULL WHERE group_id = ?", (state, reason, group_id)
         )
         self.db.execute("UPDATE rollouts SET payload = NULL WHERE group_id = ?", (group_id,))
+        self.parts.forget(group_id)
 
-    def end_attempt(self, group_id: int, attempt: int, outcome: str, tokens: int) -> None:
+    def end_attempt(self, group_id: int, attempt: int, outcome: str) -> None:
         self.db.execute(
-            "UPDATE attempts SET outcome = ?, tokens = tokens + ?, ended_at_s = ? WHERE group_id = ? AND attempt = ?",
-            (outcome, tokens, self.clock(), group_id, attempt),
+            "UPDATE attempts SET outcome = ?, ended_at_s = ? WHERE group_id = ? AND attempt = ?",
+            (outcome, self.clock(), group_id, attempt),
+        )
+
+    def count_tokens(self, group_id: int, attempt: int, kept: int, wasted: int) -> None:
+        """Tokens that the attempt handed in: kept in the group, or of no use."""
+        self.db.execute(
+            "UPDATE attempts SET tokens = tokens + ?, wasted_tokens = wasted_tokens + ? WHERE group_id = ? AND attempt = ?",
+            (kept, wasted, group_id, attempt),
         )
 
     def group(self, group_id: int) -> sqlite3.Row:

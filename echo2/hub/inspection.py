@@ -15,16 +15,19 @@ from typing import Any
 from echo2.capacity.calibration import Observations, calibrate
 from echo2.capacity.offers import Rental
 from echo2.errors import UserError
-from echo2.hub.database import Database, damaged
+from echo2.hub.costs import Costs, read_costs
+from echo2.hub.database import Database, unreadable
 from echo2.hub.group_book import rules_of
 from echo2.hub.ledger import Ledger
 from echo2.hub.mismatch import recent_mismatches
 from echo2.hub.rentals import read_rentals
-from echo2.hub.roster import Roster
+from echo2.hub.roster import Roster, WorkerRecord
 from echo2.hub.statistics import Statistics
 from echo2.run_directory import RunRecord, read_run
 
 MISSED_HEARTBEATS = 3.5
+DEPARTED_WORKERS = 50
+"""Workers that are no longer live, of which a status tells."""
 
 
 def inspect_run(path: Path) -> dict[str, Any]:
@@ -32,6 +35,14 @@ def inspect_run(path: Path) -> dict[str, Any]:
     run = read_run(path)
     with _open_ledger(run) as database:
         return describe_run(run, database)
+
+
+def is_complete(run: RunRecord) -> bool:
+    """Whether all steps that the run's configuration asks for are in its ledger. Raises UserError for one that is damaged."""
+    if not run.ledger.exists():
+        return False
+    with _open_ledger(run) as database:
+        return Ledger(database, rules_of(run.config)).current_step >= run.config.run.steps
 
 
 def observe_run(run: RunRecord, since_s: float = 0.0) -> Observations:
@@ -45,6 +56,12 @@ def rentals_of(run: RunRecord) -> list[Rental]:
     with _open_ledger(run) as database:
         measured = calibrate(Statistics(database).observations(_silence_s(run))).worker_groups_per_s
         return read_rentals(database, {worker: rate.value for worker, rate in measured.items()})
+
+
+def costs_of(run: RunRecord) -> Costs:
+    """What the run's money went into; raises UserError if there is no ledger yet."""
+    with _open_ledger(run) as database:
+        return read_costs(database)
 
 
 def snapshot_bytes_of(run: RunRecord) -> float | None:
@@ -67,7 +84,7 @@ def _open_ledger(run: RunRecord) -> Iterator[Database]:
     try:
         yield database
     except sqlite3.DatabaseError as error:
-        raise damaged(run.ledger, error) from None
+        raise unreadable(run.ledger, error) from None
     finally:
         database.close()
 
@@ -75,22 +92,14 @@ def _open_ledger(run: RunRecord) -> Iterator[Database]:
 def describe_run(run: RunRecord, database: Database) -> dict[str, Any]:
     """The run's status: counts, rates, waste, workers, the last step, the measured terms, money, events.
 
+    `workers` are the live ones by name, and then those that left or were lost with what they were last, the newest first;
+    `workers_omitted` is how many more of these there are.
     `quiet_s` is how long nothing has happened, where that is longer than a worker may be silent, and None otherwise; the rate
     of such a run is the one before it fell quiet.
     """
     ledger, roster, statistics = Ledger(database, rules_of(run.config)), Roster(database), Statistics(database)
     quiet_s = statistics.quiet_s(run.config.hub.heartbeat_timeout_s)
-    workers = [
-        {
-            "worker_id": worker.worker_id,
-            "silent_s": round(worker.silent_s, 3),
-            "version": worker.telemetry.version,
-            "groups": worker.telemetry.groups,
-            "groups_per_s": worker.telemetry.groups_per_s,
-            "tokens": worker.telemetry.tokens,
-        }
-        for worker in roster.live_workers()
-    ]
+    live, (departed, departures) = roster.live_workers(), roster.departed_workers(DEPARTED_WORKERS)
     return {
         "run_id": run.run_id,
         "step": ledger.current_step,
@@ -102,7 +111,9 @@ def describe_run(run: RunRecord, database: Database) -> dict[str, Any]:
         "wasted_tokens": statistics.wasted_tokens(),
         "quiet_s": quiet_s,
         "rollouts_per_s": statistics.rollouts_per_s(quiet=quiet_s is not None),
-        "workers": workers,
+        "workers": [_describe_worker(worker) for worker in (*live, *departed)],
+        "workers_live": len(live),
+        "workers_omitted": departures - len(departed),
         "workers_seen": statistics.workers_seen(),
         "log_prob_differences": [asdict(found) for found in recent_mismatches(database)],
         "versions_disseminated": statistics.versions_loaded(),
@@ -111,4 +122,22 @@ def describe_run(run: RunRecord, database: Database) -> dict[str, Any]:
         "measured_terms": calibrate(statistics.observations(_silence_s(run))).figures(),
         "cost_usd": roster.cost_usd(),
         "events": statistics.events(),
+    }
+
+
+def _describe_worker(worker: WorkerRecord) -> dict[str, Any]:
+    telemetry = worker.telemetry
+    return {
+        "worker_id": worker.worker_id,
+        "state": worker.state,
+        "silent_s": round(worker.silent_s, 3),
+        "version": telemetry.version,
+        "groups": telemetry.groups,
+        "groups_per_s": telemetry.groups_per_s,
+        "tokens": telemetry.tokens,
+        "tokens_per_s": telemetry.tokens_per_s,
+        "slots": telemetry.slots,
+        "latency_s": {"p50": telemetry.latency_p50_s, "p90": telemetry.latency_p90_s, "p99": telemetry.latency_p99_s},
+        "left_at_s": worker.left_at_s,
+        "reason": worker.reason,
     }

@@ -4,6 +4,7 @@ Invariants, each held by a test of the same name:
 - A group is in exactly one of: leased, generated, ready, trained, filtered, expired, failed. Counts add up.
 - An acknowledged rollout survives kill −9.
 - The same rollout posted twice counts once; a late attempt after another one won counts as waste, not as data.
+- What was handed in of a member is kept with its log-probabilities and versions, and the next attempt goes on from it.
 - No group with staleness > S is ever trained.
 - After resume, every prompt up to the cursor is accounted for, none skipped, none twice.
 
@@ -33,11 +34,12 @@ PostOutcome = Literal["accepted", "part", "duplicate", "late", "stale"]
 
 @dataclass(frozen=True, slots=True)
 class LeasedGroup:
-    """A lease as the ledger gives it out; `members` are those still missing."""
+    """A lease as the ledger gives it out; `members` are those still missing, `prefixes` the tokens that they have already."""
 
     group_id: int
     attempt: int
     members: tuple[int, ...]
+    prefixes: dict[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,7 @@ class Ledger:
         """Give up a group for good."""
         with self._db.transaction():
             attempt = self._book.group(group_id)["attempt"]
-            self._book.end_attempt(group_id, attempt, "returned", 0)
+            self._book.end_attempt(group_id, attempt, "returned")
             self._book.drop(group_id, "failed", reason)
 
     def return_leases(self, worker_id: str, group_ids: Sequence[int]) -> int:
@@ -135,7 +137,9 @@ class Ledger:
                 if self._db.row("SELECT 1 FROM groups WHERE group_id = ? AND state = 'leased' AND worker_id = ?", g, worker_id)
             ]
             for group_id in own:
-                self._reopen(group_id, "returned")
+                attempt = self._book.group(group_id)["attempt"]
+                kept = self._db.value("SELECT tokens FROM attempts WHERE group_id = ? AND attempt = ?", group_id, attempt)
+                self._reopen(group_id, "part" if kept else "returned")
         return len(own)
 
     def reopen_leases_of(self, worker_id: str) -> int:
@@ -163,8 +167,9 @@ class Ledger:
             (worker_id, version, now + self._book.rules.lease_timeout_s, now, group_id),
         )
         attempt = self._db.value("SELECT attempt FROM groups WHERE group_id = ?", group_id)
-        self._db.execute("INSERT INTO attempts VALUES (?, ?, ?, 'out', 0, ?, NULL)", (group_id, attempt, worker_id, now))
-        return LeasedGroup(group_id, attempt, tuple(sorted(self._book.missing_members(group_id))))
+        self._db.execute("INSERT INTO attempts VALUES (?, ?, ?, 'out', 0, 0, ?, NULL)", (group_id, attempt, worker_id, now))
+        members = tuple(sorted(self._book.missing_members(group_id)))
+        return LeasedGroup(group_id, attempt, members, self._book.parts.prefixes(group_id))
 
     def _reopen_overdue(self) -> int:
         overdue = self._db.rows(
@@ -177,7 +182,7 @@ class Ledger:
 
     def _reopen(self, group_id: int, outcome: str) -> None:
         group = self._book.group(group_id)
-        self._book.end_attempt(group_id, group["attempt"], outcome, 0)
+        self._book.end_attempt(group_id, group["attempt"], outcome)
         self._db.execute("UPDATE groups SET worker_id = NULL, deadline_s = NULL WHERE group_id = ?", (group_id,))
         spoiled = self._db.value(
             "SELECT COUNT(*) FROM attempts WHERE group_id = ? AND outcome IN ('timeout', 'lost', 'engine_failed')", group_id
@@ -189,19 +194,23 @@ class Ledger:
 
     def post(self, worker_id: str, group: GroupRollouts) -> PostOutcome:
         """Take what a worker generated; what this returns has been written durably. Raises BodyError for an impossible post."""
-        tokens = sum(len(r.token_ids) for r in group.rollouts)
         with self._db.transaction():
             if self._checked_attempt(worker_id, group)["outcome"] in ("posted", "late", "stale", "engine_failed"):
                 return "duplicate"
             row = self._book.group(group.group_id)
             if row["state"] != "leased":
                 outcome: PostOutcome = "stale" if row["state"] == "expired" else "late"
-                self._book.end_attempt(group.group_id, group.attempt, outcome, tokens)
+                self._book.end_attempt(group.group_id, group.attempt, outcome)
+                self._book.count_tokens(group.group_id, group.attempt, 0, sum(len(r.token_ids) for r in group.rollouts))
                 return outcome
-            new_tokens = self._book.store(worker_id, group, row)
-            if self._book.missing_members(group.group_id):
-                return self._keep_part(group, row, new_tokens)
-            return self._complete(group, new_tokens)
+            kept = self._book.store(worker_id, group, row)
+            if not self._book.missing_members(group.group_id):
+                return self._complete(group)
+            if group.attempt == row["attempt"]:
+                self._extend(group.group_id)
+            elif not kept:
+                return "late"
+            return "part"
 
     def generated_groups(self) -> list[int]:
         """Groups that wait for their scores."""
@@ -256,13 +265,14 @@ class Ledger:
             raise BodyError(f"group {group.group_id} claims version {newest}, but the newest is {self._book.highest_version}")
         return attempt
 
-    def _keep_part(self, group: GroupRollouts, row: sqlite3.Row, tokens: int) -> PostOutcome:
-        self._book.end_attempt(group.group_id, group.attempt, "part", tokens)
-        if row["attempt"] == group.attempt:
-            self._db.execute("UPDATE groups SET worker_id = NULL, deadline_s = NULL WHERE group_id = ?", (group.group_id,))
-        return "part"
+    def _extend(self, group_id: int) -> None:
+        """The lease is being worked at: it lasts anew, unless it was given up meanwhile."""
+        self._db.execute(
+            "UPDATE groups SET deadline_s = ? WHERE group_id = ? AND worker_id IS NOT NULL",
+            (self._book.clock() + self._book.rules.lease_timeout_s, group_id),
+        )
 
-    def _complete(self, group: GroupRollouts, tokens: int) -> PostOutcome:
+    def _complete(self, group: GroupRollouts) -> PostOutcome:
         row = self._book.group(group.group_id)
         oldest = row["oldest_version"]
         if oldest is None:
@@ -271,13 +281,13 @@ class Ledger:
             return "accepted"
         oldest_of_use = oldest_trainable_version(self._book.current_step, self._book.rules.staleness_bound)
         if row["evaluation"] is None and oldest < oldest_of_use:
-            self._book.end_attempt(group.group_id, group.attempt, "stale", tokens)
+            self._book.end_attempt(group.group_id, group.attempt, "stale")
             self._book.drop(group.group_id, "expired", f"version {oldest} at step {self._book.current_step}")
             return "stale"
         self._db.execute(
             "UPDATE groups SET state = 'generated', worker_id = NULL, deadline_s = NULL WHERE group_id = ?", (group.group_id,)
         )
-        self._book.end_attempt(group.group_id, group.attempt, "posted", tokens)
+        self._book.end_attempt(group.group_id, group.attempt, "posted")
         return "accepted"
 
 

@@ -17,7 +17,7 @@ def render_metrics(status: Mapping[str, Any]) -> tuple[bytes, str]:
 
     gauge("step", "Learner step that is being gathered or trained", status["step"])
     gauge("version", "Newest version announced", status["version"])
-    gauge("workers_live", "Workers that send heartbeats", len(status["workers"]))
+    gauge("workers_live", "Workers that send heartbeats", status["workers_live"])
     gauge("rollouts_per_second", "Members scored per second over the last half minute", status["rollouts_per_s"])
     gauge("cost_usd", "Money spent on workers so far", status["cost_usd"])
     groups = Gauge("echo2_groups", "Groups by state", ["state"], registry=registry)

@@ -17,7 +17,7 @@ from contextlib import closing
 from echo2.errors import UserError, WaitTimeout
 from echo2.hub.address import url_of
 from echo2.hub.client import HubClient
-from echo2.logs import ending_of
+from echo2.logs import ending_of, open_log, refusal_in
 from echo2.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -30,6 +30,7 @@ class HubProcess:
     def __init__(self, run: RunDirectory, listener: socket.socket) -> None:
         """`listener` stays the caller's to close."""
         self._run = run
+        self._log = run.logs / "hub.log"
         self._listener = listener
         self.url = url_of(self._listener)
         self._process: subprocess.Popen[bytes] | None = None
@@ -40,7 +41,7 @@ class HubProcess:
         """Launch the process; `wait_ready` waits for it."""
         fd = self._listener.fileno()
         command = [sys.executable, "-m", "echo2", "hub", str(self._run.path), "--fd", str(fd), "--parent", str(os.getpid())]
-        with (self._run.logs / "hub.log").open("ab") as output:
+        with open_log(self._log) as output:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -52,12 +53,13 @@ class HubProcess:
         self._started_at = time.monotonic()
 
     def wait_ready(self) -> None:
-        """Wait until the hub answers; raises UserError with its last words if it ends instead, WaitTimeout after too long."""
+        """Wait until the hub answers; raises WaitTimeout after too long, and UserError if it ends instead: with its own
+        sentence where it refused to start."""
         deadline = time.monotonic() + self._run.config.hub.start_timeout_s
         with closing(HubClient(self.url, self._run.token, request_timeout_s=2.0, patience_s=0.0)) as probe:
             while time.monotonic() < deadline:
                 if (ending := self._ending()) is not None:
-                    raise UserError(f"the hub ended at its start: {ending}")
+                    raise UserError(self._refusal() or f"the hub ended at its start: {ending}")
                 try:
                     probe.health()
                 except WaitTimeout:
@@ -101,5 +103,12 @@ class HubProcess:
 
     def _ending(self) -> str | None:
         """How the process ended; None while it runs."""
-        code = self._process.poll() if self._process is not None else None
-        return None if code is None else ending_of(code, self._run.logs / "hub.log")
+        code = self._code()
+        return None if code is None else ending_of(code, self._log)
+
+    def _refusal(self) -> str | None:
+        code = self._code()
+        return None if code is None else refusal_in(code, self._log)
+
+    def _code(self) -> int | None:
+        return self._process.poll() if self._process is not None else None

@@ -12,6 +12,12 @@ CREATE TABLE IF NOT EXISTS workers (
     telemetry        TEXT NOT NULL
 ) STRICT;
 
+-- Which process a worker is, by a number that it has drawn.
+CREATE TABLE IF NOT EXISTS processes (
+    worker_id        TEXT PRIMARY KEY,
+    process          TEXT NOT NULL
+) STRICT;
+
 CREATE TABLE IF NOT EXISTS groups (
     group_id         INTEGER PRIMARY KEY,
     state            TEXT NOT NULL CHECK (state IN
@@ -42,13 +48,14 @@ CREATE TABLE IF NOT EXISTS attempts (
     worker_id        TEXT NOT NULL,
     outcome          TEXT NOT NULL CHECK (outcome IN
                          ('out', 'posted', 'part', 'returned', 'timeout', 'lost', 'engine_failed', 'late', 'stale')),
-    tokens           INTEGER NOT NULL DEFAULT 0,
+    tokens           INTEGER NOT NULL DEFAULT 0,   -- handed in and kept
+    wasted_tokens    INTEGER NOT NULL DEFAULT 0,   -- handed in when others had done it, or it was too late
     leased_at_s      REAL NOT NULL,
     ended_at_s       REAL,
     PRIMARY KEY (group_id, attempt)
 ) STRICT;
 CREATE INDEX IF NOT EXISTS attempts_by_worker ON attempts (worker_id, outcome, tokens);
-CREATE INDEX IF NOT EXISTS attempts_by_outcome ON attempts (outcome, tokens);
+CREATE INDEX IF NOT EXISTS attempts_by_outcome ON attempts (outcome, wasted_tokens);
 
 CREATE TABLE IF NOT EXISTS rollouts (
     group_id         INTEGER NOT NULL,
@@ -61,6 +68,18 @@ CREATE TABLE IF NOT EXISTS rollouts (
     reward           REAL,
     payload          BLOB,                  -- NULL once no checkpoint can ask for it again
     PRIMARY KEY (group_id, member)
+) STRICT;
+
+-- What was handed in of members that are not finished.
+CREATE TABLE IF NOT EXISTS parts (
+    group_id         INTEGER NOT NULL,
+    member           INTEGER NOT NULL,
+    start            INTEGER NOT NULL,      -- tokens of the member before these
+    attempt          INTEGER NOT NULL,
+    tokens           INTEGER NOT NULL,
+    oldest_version   INTEGER NOT NULL,
+    payload          BLOB NOT NULL,
+    PRIMARY KEY (group_id, member, start)
 ) STRICT;
 
 CREATE TABLE IF NOT EXISTS evaluations (
@@ -106,6 +125,12 @@ CREATE TABLE IF NOT EXISTS paid_intervals (
     launched_at_s       REAL NOT NULL,
     terminated_at_s     REAL,
     PRIMARY KEY (name, launched_at_s)
+) STRICT;
+
+-- Machines whose workers are to finish what they hold and leave.
+CREATE TABLE IF NOT EXISTS draining (
+    name      TEXT PRIMARY KEY,
+    since_s   REAL NOT NULL
 ) STRICT;
 
 CREATE TABLE IF NOT EXISTS events (

@@ -1,7 +1,7 @@
 """Scoring of completions in processes of their own.
 
 Invariants: a completion whose scoring raises, hangs, or gives what is not a finite number has no reward (it is not 0); one bad
-completion does not cost its group the others; a scoring process that hangs is killed and replaced.
+completion does not cost its group the others; a scoring process that hangs, at its start too, is killed and replaced.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import logging
 import multiprocessing
 import os
+import threading
 from collections.abc import Sequence
 from concurrent.futures import TimeoutError as ScoringTimeout
 from concurrent.futures.process import BrokenProcessPool
@@ -94,8 +95,9 @@ class ScoringPool:
                 # A process that dies between two completions breaks the whole pool, or leaves it waiting for ever.
                 log.warning("the scoring processes are gone (%r) and are started again, attempt %d", error, attempt + 1)
                 if self._pool is pool:
-                    pool.stop()
                     self._pool = self._make_pool()
+                    # In a thread, since it takes seconds; without it, what the pool still has running would run on.
+                    threading.Thread(target=_end, args=(pool,), name="end of scoring processes", daemon=True).start()
         raise RuntimeError(f"the scoring processes ended {POOL_ATTEMPTS} times in a row without scoring prompt {index}")
 
     def _make_pool(self) -> ProcessPool:
@@ -108,5 +110,9 @@ class ScoringPool:
 
     def close(self) -> None:
         """End the processes; scores under way are given up, the ledger still holds their groups."""
-        self._pool.stop()
-        self._pool.join()
+        _end(self._pool)
+
+
+def _end(pool: ProcessPool) -> None:
+    pool.stop()
+    pool.join()

@@ -1,37 +1,37 @@
 """The hub's logic, apart from HTTP: ledger, snapshots, scoring and who waits for what.
 
 Invariants: one thread touches the ledger; a reply is given after the ledger has written what it says; workers that hold a
-snapshot which was withdrawn get no leases.
+snapshot which was withdrawn get no leases; while the disk does not take what the ledger is to write, the hub refuses what it
+cannot keep, and a learner that waits for it is told.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import os
-import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from echo2.dissemination.broadcast.record import BroadcastEvent, BroadcastRecord
 from echo2.dissemination.manifest import Manifest
 from echo2.dissemination.pacing import Pacer
 from echo2.dissemination.store import SnapshotStore
-from echo2.errors import SnapshotError, UserError
+from echo2.errors import DiskError, SnapshotError, UserError
 from echo2.hub.broadcaster import Broadcaster
+from echo2.hub.chores import Chores
 from echo2.hub.database import Database
 from echo2.hub.group_book import rules_of
 from echo2.hub.inspection import describe_run
 from echo2.hub.ledger import LeasedGroup, Ledger, PostOutcome
 from echo2.hub.mismatch import recent_mismatches
 from echo2.hub.prompts import Prompts
-from echo2.hub.roster import Roster
-from echo2.hub.scoring import ScoringPool
+from echo2.hub.roster import DISMISSED, TOLD_TO_END, Roster
 from echo2.hub.signals import Signal
 from echo2.hub.statistics import Statistics
 from echo2.hub.uplink import Uplink
+from echo2.listening import cannot_listen
 from echo2.protocol import (
     Batch,
     GroupRollouts,
@@ -45,8 +45,6 @@ from echo2.protocol import (
 from echo2.run_directory import RunDirectory
 from echo2.tasks import PromptError
 
-log = logging.getLogger(__name__)
-SWEEP_INTERVAL_S = 0.5
 BROADCAST_PORT = "broadcast_port"
 Result = TypeVar("Result")
 
@@ -69,42 +67,25 @@ class Hub:
         self._pacer = Pacer(cap) if cap else None
         self.uplink = Uplink(self._pacer)
         self._prompts = Prompts(run)
-        self._scoring = ScoringPool(
-            config.task, config.run.seed, run.model, config.hub.scoring_processes, config.hub.scoring_timeout_s
-        )
         self.leases_open = Signal()
         self.groups_ready = Signal()
         self.snapshot_announced = Signal()
         self.snapshot_loaded = Signal()
         self.evaluation_ended = Signal()
-        self._to_score: asyncio.Queue[int] = asyncio.Queue()
-        self._chores: list[asyncio.Task[None]] = []
         self._broadcaster: Broadcaster | None = None
-        self.failed = False
+        self.chores = Chores(self, self._prompts)
 
     async def start(self) -> None:
         """Take up what an earlier hub left, and begin the chores."""
         await self.durably(self.roster.forgive_silence)
         if self.run.config.dissemination.peers:
             await self._start_broadcaster()
-        for group_id in await self.durably(self.ledger.generated_groups):
-            self._to_score.put_nowait(group_id)
-        scorers = [self._score_groups() for _ in range(2 * self.run.config.hub.scoring_processes)]
-        self._chores = [asyncio.create_task(chore) for chore in (self._sweep(), *scorers)]
-        for chore in self._chores:
-            chore.add_done_callback(self._end_if_failed)
-
-    def _end_if_failed(self, chore: asyncio.Task[None]) -> None:
-        """A hub that lacks a chore would stall the run in silence; one that ends is started again and takes up what is left."""
-        if not chore.cancelled() and chore.exception() is not None:
-            log.critical("the hub ends, since one of its chores failed", exc_info=chore.exception())
-            self.failed = True
-            os.kill(os.getpid(), signal.SIGTERM)
+        await self.chores.start()
 
     async def _start_broadcaster(self) -> None:
-        """Raises UserError if the configured port cannot be had."""
+        """Raises UserError if the configured port cannot be had, or the newest snapshot is damaged."""
         former = await self.durably(self._db.get, BROADCAST_PORT)
-        loop, dissemination = asyncio.get_running_loop(), self.run.config.dissemination
+        loop = asyncio.get_running_loop()
 
         def on_event(event: BroadcastEvent) -> None:
             if event.ordinary:
@@ -119,10 +100,13 @@ class Hub:
                 self.run.config, self.run.run_id, self.run.token, self.store, self._pacer, int(former or 0), on_event
             )
         except OSError as error:
-            raise UserError(
-                f"dissemination.port = {dissemination.port} cannot be listened on ({error.strerror}): choose another one"
-            ) from None
-        await self.durably(self._db.set, BROADCAST_PORT, str(self._broadcaster.port))
+            host, port = self.run.config.hub.host, self.run.config.dissemination.port
+            raise cannot_listen(error, "hub.host", host, "dissemination.port", port) from None
+        await self.durably(self._remember_port, self._broadcaster.port)
+
+    def _remember_port(self, port: int) -> None:
+        with self._db.transaction():
+            self._db.set(BROADCAST_PORT, str(port))
 
     def release_waiters(self) -> None:
         """The hub is about to stop: answer every long-poll now."""
@@ -131,28 +115,30 @@ class Hub:
             waited_for.close()
 
     async def stop(self) -> None:
-        for chore in self._chores:
-            chore.cancel()
-        # One that failed has said so already, and must not keep the others from their end.
-        await asyncio.gather(*self._chores, return_exceptions=True)
+        await self.chores.stop()
         if self._broadcaster is not None:
             await asyncio.to_thread(self._broadcaster.stop)
-        await asyncio.to_thread(self._scoring.close)
+        await asyncio.to_thread(self.chores.close)
         await self._look(self._view.close)
         await self.durably(self._db.close)
         self._view_thread.shutdown()
         self._thread.shutdown()
 
     async def durably(self, call: Callable[..., Result], *arguments: Any) -> Result:
-        """Run a ledger or roster call in the one thread that may touch the database."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
+        """Run a ledger or roster call in the one thread that may touch the database. Raises DiskError for a full disk."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
+        except DiskError:
+            self.groups_ready.fire()
+            self.evaluation_ended.fire()
+            raise
 
     # --- workers
 
-    async def register(self, name: str) -> WorkerWelcome:
-        worker_id, former = await self.durably(self.roster.register, name)
+    async def register(self, name: str, process: str) -> WorkerWelcome:
+        worker_id, former = await self.durably(self.roster.register, name, process)
         for lost in former:
-            await self._reopen_leases(lost)
+            await self.reopen_leases(lost)
         return WorkerWelcome(
             worker_id=worker_id,
             run_id=self.run.run_id,
@@ -175,15 +161,10 @@ class Hub:
         self.leases_open.fire()
 
     async def lease(self, worker_id: str, limit: int, wait_s: float) -> LeaseAnswer:
-        """Leases for a worker, at most `limit`; waits up to `wait_s` for some, or for the end of the run."""
+        """Leases for a worker, at most `limit`; waits up to `wait_s` for some, or until it may leave."""
         config = self.run.config
 
-        async def look() -> tuple[list[LeasedGroup], bool] | None:
-            if await self.durably(lambda: self.ledger.current_step) >= config.run.steps:
-                return [], True
-            leased = await self._lease_now(worker_id, limit)
-            return (leased, False) if leased else None
-
+        look = partial(self.durably, self._lease_now, worker_id, limit)
         leased, ended = await self.leases_open.poll(look, wait_s) or ([], False)
         leases = []
         for group in leased:
@@ -201,16 +182,19 @@ class Hub:
                     prompt_token_ids=prompt,
                     timeout_s=config.hub.lease_timeout_s,
                     temperature=self._prompts.temperature_of(group.group_id),
+                    prefixes=group.prefixes,
                 )
             )
         return LeaseAnswer(leases=tuple(leases), ended=ended)
 
     async def post(self, worker_id: str, group: GroupRollouts) -> PostOutcome:
         outcome = await self.durably(self.ledger.post, worker_id, group)
-        if outcome == "accepted" and group.rollouts:
-            self._to_score.put_nowait(group.group_id)
+        # At once, since a group that is handed in again is no more than a duplicate.
+        if outcome == "accepted":
+            self.chores.score(group.group_id)
         else:
             self.leases_open.fire()
+        await self.durably(self.roster.heard_after_loss, worker_id)
         if group.failures:
             reasons = {str(f.member): f.reason for f in group.failures}
             await self.durably(self.roster.note, "generation failed", f"group {group.group_id} on {worker_id}", reasons)
@@ -221,21 +205,34 @@ class Hub:
         self.leases_open.fire()
         return returned
 
-    async def leave(self, worker_id: str) -> None:
-        await self.durably(self.roster.leave, worker_id)
-        await self._reopen_leases(worker_id)
+    async def drain(self, machine: str) -> None:
+        """The machine's workers get no more leases, and may leave once they have handed in what they hold."""
+        await self.durably(self.roster.drain, machine)
+        self.leases_open.fire()
+
+    async def leave(self, worker_id: str, reason: str) -> None:
+        def enter() -> None:
+            self.roster.leave(worker_id, reason or (DISMISSED if self._may_leave(worker_id) else TOLD_TO_END))
+
+        await self.durably(enter)
+        await self.reopen_leases(worker_id)
         self.snapshot_loaded.fire()
 
-    async def _lease_now(self, worker_id: str, limit: int) -> list[LeasedGroup]:
-        def lease() -> list[LeasedGroup]:
-            if not self.roster.is_live(worker_id):
-                raise UserError(f"worker {worker_id} is not live: register again")
-            telemetry = next(w.telemetry for w in self.roster.live_workers() if w.worker_id == worker_id)
-            if telemetry.version is None or not self._still_published(telemetry):
-                return []
-            return self.ledger.lease(worker_id, telemetry.version, limit)
+    def _lease_now(self, worker_id: str, limit: int) -> tuple[list[LeasedGroup], bool] | None:
+        """Leases, and whether the worker may leave; None while there is neither."""
+        if self._may_leave(worker_id):
+            return [], True
+        if not self.roster.is_live(worker_id):
+            raise UserError(f"worker {worker_id} is not live: register again")
+        telemetry = next(w.telemetry for w in self.roster.live_workers() if w.worker_id == worker_id)
+        if telemetry.version is None or not self._still_published(telemetry):
+            return None
+        leased = self.ledger.lease(worker_id, telemetry.version, limit)
+        return (leased, False) if leased else None
 
-        return await self.durably(lease)
+    def _may_leave(self, worker_id: str) -> bool:
+        """Whether there will be no more leases for the worker."""
+        return self.ledger.current_step >= self.run.config.run.steps or self.roster.is_draining(worker_id)
 
     def _still_published(self, telemetry: Telemetry) -> bool:
         """A version that a resume took back, or published anew with other weights, is not the one that the worker holds."""
@@ -244,7 +241,7 @@ class Hub:
             return False
         return telemetry.version < versions[0] or self.store.manifest(telemetry.version).snapshot_id == telemetry.snapshot_id
 
-    async def _reopen_leases(self, worker_id: str) -> None:
+    async def reopen_leases(self, worker_id: str) -> None:
         await self.durably(self.ledger.reopen_leases_of, worker_id)
         self.leases_open.fire()
 
@@ -257,6 +254,7 @@ class Hub:
     def _batch_now(self, step: int) -> Batch | None:
         assigned = self.ledger.batches.assign(step)
         if assigned is None:
+            self._require_disk()
             return None
         groups = []
         for group_id in assigned:
@@ -281,7 +279,19 @@ class Hub:
 
     async def evaluation(self, version: int, wait_s: float) -> dict[str, float] | None:
         """The figures of the evaluation of `version`; None if it does not end within `wait_s`."""
-        return await self.evaluation_ended.poll(lambda: self.durably(self.ledger.evaluations.take, version), wait_s)
+
+        def take() -> dict[str, float] | None:
+            figures = self.ledger.evaluations.take(version)
+            if figures is None:
+                self._require_disk()
+            return figures
+
+        return await self.evaluation_ended.poll(lambda: self.durably(take), wait_s)
+
+    def _require_disk(self) -> None:
+        """Raises DiskError while what the learner waits for cannot be written."""
+        if self._db.failure is not None:
+            raise DiskError(str(self._db.failure))
 
     async def resume(self, version: int) -> int:
         """The learner starts from `version`; newer snapshots are taken back. Returns how many steps will be replayed."""
@@ -342,32 +352,3 @@ class Hub:
 
     async def _look(self, call: Callable[..., Result], *arguments: Any) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._view_thread, call, *arguments)
-
-    # --- chores
-
-    async def _sweep(self) -> None:
-        while True:
-            await asyncio.sleep(SWEEP_INTERVAL_S)
-            for worker_id in await self.durably(self.roster.lose_silent, self.run.config.hub.heartbeat_timeout_s):
-                await self._reopen_leases(worker_id)
-                self.snapshot_loaded.fire()
-            if await self.durably(self.ledger.reopen_overdue):
-                self.leases_open.fire()
-            await self._settle_evaluation()
-
-    async def _settle_evaluation(self) -> None:
-        if await self.durably(self.ledger.evaluations.settle):
-            self.evaluation_ended.fire()
-
-    async def _score_groups(self) -> None:
-        while True:
-            group_id = await self._to_score.get()
-            members = await self.durably(self.ledger.rollouts_of, group_id)
-            scores = await self._scoring.score(self._prompts.index_of(group_id), [m.rollout for m in members])
-            reasons = {str(s.member): s.reason for s in scores if s.reward is None}
-            if reasons:
-                await self.durably(self.roster.note, "scoring failed", f"group {group_id}", reasons)
-            await self.durably(self.ledger.record_scores, group_id, scores)
-            await self._settle_evaluation()
-            self.groups_ready.fire()
-            self.leases_open.fire()

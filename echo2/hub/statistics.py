@@ -16,7 +16,6 @@ from echo2.protocol import Telemetry
 
 RATE_WINDOW_S = 30.0
 STATES = ("leased", "generated", "ready", "trained", "filtered", "expired", "failed")
-WASTED = ("late", "stale")
 
 NEWEST_STEPS = 128
 NEWEST_GROUPS = 2048
@@ -40,17 +39,20 @@ class Statistics:
         return {state: counts.get(state, 0) for state in STATES}
 
     def wasted_tokens(self) -> dict[str, int]:
-        """Tokens that were generated and will not be trained, by cause; filtered ones taught that a prompt teaches nothing."""
+        """Tokens that were generated and will not be trained, by cause; filtered ones taught that a prompt teaches nothing.
+
+        What was `lost` with a worker is what its last heartbeat said that it had not handed in.
+        """
         wasted = {
-            r["outcome"]: r["tokens"]
-            for r in self._db.rows("SELECT outcome, SUM(tokens) AS tokens FROM attempts GROUP BY outcome")
-            if r["outcome"] in WASTED
+            "late": self._db.value("SELECT SUM(wasted_tokens) FROM attempts WHERE outcome != 'stale'"),
+            "stale": self._db.value("SELECT SUM(wasted_tokens) FROM attempts WHERE outcome = 'stale'"),
+            "lost": self._db.value("SELECT SUM(json_extract(telemetry, '$.open_tokens')) FROM workers WHERE state = 'lost'"),
         }
         dropped = self._db.rows(
             "SELECT state, SUM(tokens) AS tokens FROM groups WHERE state IN ('filtered', 'expired', 'failed')"
             " AND evaluation IS NULL GROUP BY state"
         )
-        return wasted | {r["state"]: r["tokens"] for r in dropped}
+        return {cause: tokens for cause, tokens in wasted.items() if tokens} | {r["state"]: r["tokens"] for r in dropped}
 
     def quiet_s(self, timeout_s: float) -> float | None:
         """Seconds since the last sign of life, if more than `timeout_s`: then the run is over, or waits for workers."""

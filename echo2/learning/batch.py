@@ -25,11 +25,11 @@ PADDING_TOKEN_ID = 0
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Some sequences of a batch, end to end in one row or padded on the right to the longest, and their N completion tokens
-    laid flat."""
+    """Some sequences of a batch, in one row or padded on the right to the longest, and their N completion tokens laid flat."""
 
     token_ids: Tensor
-    """[rows, T] int64: prompts and completions without the last token, which predicts nothing; one row where packed."""
+    """[rows, T] int64: prompts and completions without the last token, which predicts nothing; one row where packed, in which
+    the members of a group share their prompt."""
     packed: Layout | None
     """Where the sequences lie in the row; None where each has a row of its own."""
     places: Tensor
@@ -41,9 +41,9 @@ class MicroBatch:
     advantages: Tensor
     """[N] float32."""
     lengths: Tensor
-    """[rows] int64: completion tokens of each sequence, in the order in which they lie in the flat arrays."""
+    """[sequences] int64: completion tokens of each, in the order in which they lie in the flat arrays."""
     origins: Tensor
-    """[rows] int64: where each of these sequences stands among those that the objective trains, in the batch's order."""
+    """[sequences] int64: where each of these sequences stands among those that the objective trains, in the batch's order."""
     counts: bool = True
     """False where its tokens count elsewhere: it only keeps this rank in step with others, which have one more to compute."""
 
@@ -89,7 +89,8 @@ def rank_share(
 ) -> Share:
     """What falls to `rank` of the sequences that `objective` trains, in as few micro-batches as `token_limit` allows.
 
-    Packed, a micro-batch is one row without padding; otherwise neighbours in length share one, which keeps their padding short.
+    Packed, a micro-batch is one row without padding, with the prompt of a group once; otherwise neighbours in length share one,
+    which keeps their padding short.
     Raises ValueError for an empty prompt or a reward that is not finite.
     """
     listed = list(_sequences(batch, objective))
@@ -115,17 +116,32 @@ def _deal(sequences: Sequence[_Sequence], ranks: int) -> list[list[_Sequence]]:
 
 def _cut(sequences: Sequence[_Sequence], token_limit: int, packed: bool) -> list[list[_Sequence]]:
     """Sequences of rising length as micro-batches."""
+    return _cut_packed(sequences, token_limit) if packed else _cut_padded(sequences, token_limit)
+
+
+def _cut_padded(sequences: Sequence[_Sequence], token_limit: int) -> list[list[_Sequence]]:
     parts: list[list[_Sequence]] = []
-    filled = 0
     for sequence in sequences:
-        # Lengths rise, so where there is padding the newest sequence sets the width of its micro-batch.
-        beside = len(parts[-1]) if parts else 0
-        filled = filled + sequence.length if packed else (beside + 1) * sequence.length
+        # Lengths rise, so the newest sequence sets the width of its micro-batch.
+        if not parts or (len(parts[-1]) + 1) * sequence.length > token_limit:
+            parts.append([])
+        parts[-1].append(sequence)
+    return parts
+
+
+def _cut_packed(sequences: Sequence[_Sequence], token_limit: int) -> list[list[_Sequence]]:
+    """Members of a group lie side by side, so that few micro-batches hold its prompt; equal lengths are neighbours in each."""
+    parts: list[list[_Sequence]] = []
+    filled, former = 0, None
+    for sequence in sorted(sequences, key=lambda sequence: sequence.group.group_id):
+        shared = len(sequence.group.prompt_token_ids) if sequence.group is former else 0
+        filled += sequence.length - shared
         if not parts or filled > token_limit:
             parts.append([])
             filled = sequence.length
         parts[-1].append(sequence)
-    return parts
+        former = sequence.group
+    return [sorted(part, key=lambda sequence: sequence.length) for part in parts]
 
 
 def _sequences(batch: Batch, objective: Objective) -> Iterator[_Sequence]:
@@ -136,21 +152,14 @@ def _sequences(batch: Batch, objective: Objective) -> Iterator[_Sequence]:
 
 
 def _laid_out(sequences: Sequence[_Sequence], device: torch.device, packed: bool, counts: bool = True) -> MicroBatch:
-    sizes = np.array([sequence.length for sequence in sequences])
-    widths = sizes if packed else np.full_like(sizes, sizes[-1])
-    token_ids = np.full(widths.sum(), PADDING_TOKEN_ID, np.int64)
-    places = []
-    for begin, sequence in zip(widths.cumsum() - widths, sequences, strict=True):
-        prompt = len(sequence.group.prompt_token_ids)
-        token_ids[begin : begin + prompt] = sequence.group.prompt_token_ids
-        token_ids[begin + prompt : begin + sequence.length] = sequence.member.rollout.token_ids[:-1]
-        places.append(np.arange(begin + prompt - 1, begin + sequence.length, dtype=np.int64))
+    token_ids, spans = (_shared_row if packed else _padded_rows)(sequences)
     rollouts = [sequence.member.rollout for sequence in sequences]
     lengths = [len(rollout.token_ids) for rollout in rollouts]
+    places = [span[len(span) - length :] for span, length in zip(spans, lengths, strict=True)]
     advantages = np.repeat(np.array([sequence.advantage for sequence in sequences], np.float32), lengths)
     return MicroBatch(
-        token_ids=torch.from_numpy(token_ids.reshape(1 if packed else len(sequences), -1)).to(device),
-        packed=layout(sizes.tolist(), device) if packed else None,
+        token_ids=torch.from_numpy(token_ids).to(device),
+        packed=layout(spans, device) if packed else None,
         places=torch.from_numpy(np.concatenate(places)).to(device),
         targets=torch.from_numpy(np.concatenate([r.token_ids for r in rollouts]).astype(np.int64)).to(device),
         behaviour_log_probs=torch.from_numpy(np.concatenate([r.log_probs for r in rollouts]).astype(np.float32)).to(device),
@@ -159,3 +168,33 @@ def _laid_out(sequences: Sequence[_Sequence], device: torch.device, packed: bool
         origins=torch.tensor([sequence.origin for sequence in sequences]).to(device),
         counts=counts,
     )
+
+
+def _padded_rows(sequences: Sequence[_Sequence]) -> tuple[np.ndarray, list[np.ndarray]]:
+    """A row of token ids for each of the sequences, and the places of its tokens in the flattened rows."""
+    token_ids = np.full((len(sequences), sequences[-1].length), PADDING_TOKEN_ID, np.int64)
+    for row, sequence in zip(token_ids, sequences, strict=True):
+        row[: sequence.length] = [*sequence.group.prompt_token_ids, *sequence.member.rollout.token_ids[:-1]]
+    begins = range(0, token_ids.size, token_ids.shape[1])
+    return token_ids, [np.arange(begin, begin + each.length) for begin, each in zip(begins, sequences, strict=True)]
+
+
+def _shared_row(sequences: Sequence[_Sequence]) -> tuple[np.ndarray, list[np.ndarray]]:
+    """One row of token ids, each group's prompt once, and the places of each sequence's tokens in it."""
+    pieces: list[np.ndarray] = []
+    prompts: dict[int, np.ndarray] = {}
+    spans = []
+    filled = 0
+
+    def placed(token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        nonlocal filled
+        pieces.append(np.asarray(token_ids, np.int64))
+        filled += len(token_ids)
+        return np.arange(filled - len(token_ids), filled)
+
+    for sequence in sequences:
+        group = sequence.group
+        if group.group_id not in prompts:
+            prompts[group.group_id] = placed(group.prompt_token_ids)
+        spans.append(np.concatenate([prompts[group.group_id], placed(sequence.member.rollout.token_ids[:-1])]))
+    return np.concatenate(pieces)[None], spans

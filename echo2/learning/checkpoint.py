@@ -23,9 +23,10 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from echo2.config_learner import LearnerSection
-from echo2.durability import sync
+from echo2.durability import filling, naming, sync
 from echo2.errors import SnapshotError, UserError
 from echo2.learning.learner import Learner
+from echo2.metric_names import told_missing
 
 STATE = "state.json"
 NAME = re.compile(r"version-(\d{8,})")
@@ -64,7 +65,10 @@ class CheckpointStore(ABC):
 
     @abstractmethod
     def writing(self, version: int) -> AbstractContextManager[Path]:
-        """An empty folder, whose files are the checkpoint of `version` once the block has ended without an error."""
+        """An empty folder, whose files are the checkpoint of `version` once the block has ended without an error.
+
+        Raises DiskError where it, or the block, cannot write them.
+        """
 
     @abstractmethod
     def reading(self, version: int) -> AbstractContextManager[Path]:
@@ -99,18 +103,16 @@ class CheckpointFolder(CheckpointStore):
 
     @contextmanager
     def writing(self, version: int) -> Iterator[Path]:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with self._clearing:
-            for left in self._folder.glob(f"{UNFINISHED}*"):
-                shutil.rmtree(left)
         unfinished = self._folder / f"{UNFINISHED}{version:08d}"
-        unfinished.mkdir()
-        yield unfinished
-        for file in unfinished.iterdir():
-            sync(file)
-        sync(unfinished)
-        unfinished.rename(self._path(version))
-        sync(self._folder)
+        with naming(self._path(version)):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with self._clearing:
+                for left in self._folder.glob(f"{UNFINISHED}*"):
+                    shutil.rmtree(left)
+            with filling(unfinished):
+                yield unfinished
+            unfinished.rename(self._path(version))
+            sync(self._folder)
 
     @contextmanager
     def reading(self, version: int) -> Iterator[Path]:
@@ -151,16 +153,21 @@ class Checkpoints:
         """The earliest version that the run may have to go on from, 0 without a checkpoint; the best ones do not count."""
         return min(self.versions[-self._settings.keep_checkpoints :], default=0)
 
-    def observe(self, metrics: Mapping[str, float]) -> None:
-        """Take note of a committed step's metrics."""
+    def observe(self, metrics: Mapping[str, float]) -> str:
+        """Take note of a committed step's metrics; returns what the user is to be told of a missing `best_metric`, once."""
         value = metrics.get(self._settings.best_metric)
         if value is not None and math.isfinite(value):
             self._observed.append(value)
+        if self._warned or not self._settings.keep_best:
+            return ""
+        told = told_missing(self._settings.best_metric, metrics)
+        self._warned = bool(told)
+        return told
 
     def save(self, learner: Learner, cursor: int) -> None:
         """Write the learner's state, unless its version is there already, and drop what is not to be kept.
 
-        `cursor` counts the prompts given out so far. Raises LearnerError if a weight is not finite, OSError for a full disk.
+        `cursor` counts the prompts given out so far. Raises LearnerError if a weight is not finite, DiskError for a full disk.
         """
         learner.require_finite()
         version = learner.version

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from echo2.dissemination.manifest import Probe
 from echo2.errors import UserError
 from echo2.protocol import Batch, LogProbDifference
 
@@ -26,6 +27,8 @@ class Learner(ABC):
     version: int = 0
     differences: Sequence[LogProbDifference] = ()
     """Of the last step, one for each worker and group that it trained; none where a step computes no log-probabilities."""
+    probe: Probe | None = None
+    """Of the version last exported; None where no model stands behind its weights."""
 
     @abstractmethod
     def train_step(self, batch: Batch) -> dict[str, float]:
@@ -51,7 +54,7 @@ class Learner(ABC):
 
     @abstractmethod
     def write_state(self, folder: Path) -> None:
-        """Write all that `read_state` needs, the version apart, into the empty `folder`."""
+        """Write all that `read_state` needs, the version apart, into the empty `folder`. Raises OSError for a full disk."""
 
     @abstractmethod
     def read_state(self, folder: Path) -> None:

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 from echo2.config import Config
-from echo2.config_learner import LoraSection
-from echo2.errors import ConfigError
 from echo2.learning.learner import Learner
-
-
-def check_adapters(settings: LoraSection) -> None:
-    """Raises ConfigError if adapters are asked for and what makes them is not installed; needs no torch."""
-    if settings.rank and importlib.util.find_spec("peft") is None:
-        raise ConfigError(f"learner.lora.rank = {settings.rank} needs peft, which is not installed: pip install '.[lora]'")
 
 
 def make_learner(config: Config, model_folder: Path, log_folder: Path) -> Learner:

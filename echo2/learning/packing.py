@@ -1,4 +1,5 @@
-"""Several sequences in one row, without padding: attention that keeps them apart, and the proof that a model uses it.
+"""Several sequences in one row, without padding and with what they share held once: attention that keeps them apart, and the
+proof that a model uses it.
 
 Invariants: a token attends to its own sequence alone, since each is given to the attention kernel by itself; nothing of the
 size of a row squared is made; a model is trained on packed rows only after it gave, on a row of several sequences, what it
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -21,6 +23,8 @@ PACKED_ATTENTION = "echo2_packed"
 UNSUPPORTED = ("softcap", "position_bias", "s_aux")
 """What some models' attention adds to the scores."""
 PROBE_LENGTHS = (5, 9, 9, 24)
+PROBE_SHARED = 3
+"""Tokens with which the two middle sequences of the probe begin."""
 LONGEST_WINDOW = 8192
 """Tokens; the probe takes a sequence that is longer than the model's sliding window."""
 TOLERANCE, ROUGH_TOLERANCE = 1e-4, 5e-2
@@ -29,27 +33,43 @@ TOLERANCE, ROUGH_TOLERANCE = 1e-4, 5e-2
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the sequences of a row lie."""
+    """Where the sequences lie in a row of T tokens; laid out one after the other, they have E ≥ T tokens."""
 
     runs: tuple[tuple[int, int], ...]
     """(sequences, length) of neighbours that are equally long: one call of the kernel each."""
     position_ids: Tensor
-    """[1, T] int64: each token's place in its own sequence."""
+    """[1, T] int64: each token's place in its sequence."""
     bounds: Tensor
-    """[sequences + 1] int32: where each begins, and the end of the last."""
+    """[sequences + 1] int32: where each begins among the E, and the end of the last."""
+    places: Tensor | None
+    """[E] int64: where each sequence's tokens lie in the row; None where they lie there as they come."""
+    firsts: Tensor | None
+    """[T] int64: of the E, the first that is each token of the row."""
 
     @property
     def longest(self) -> int:
         return max(length for _, length in self.runs)
 
 
-def layout(lengths: list[int], device: torch.device) -> Layout:
-    """The layout of a row of sequences of such lengths, one after the other."""
-    sizes = torch.tensor(lengths)
-    bounds = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
-    position_ids = torch.arange(int(bounds[-1])) - bounds[:-1].repeat_interleave(sizes)
+def layout(sequences: list[np.ndarray], device: torch.device) -> Layout:
+    """The layout of a row, each sequence given as the places of its tokens.
+
+    A token that several sequences share must have the same tokens before it in each of them, since it is computed once.
+    """
+    lengths = [len(sequence) for sequence in sequences]
+    places = np.concatenate(sequences)
+    firsts = np.unique(places, return_index=True)[1]
+    positions = np.concatenate([np.arange(length) for length in lengths])[firsts]
     runs = tuple((len(list(run)), length) for length, run in groupby(lengths) if length)
-    return Layout(runs, position_ids[None].to(device), bounds.to(device, torch.int32))
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    in_order = np.array_equal(places, np.arange(len(firsts)))
+    return Layout(
+        runs,
+        torch.from_numpy(positions)[None].to(device),
+        bounds.to(device, torch.int32),
+        None if in_order else torch.from_numpy(places).to(device),
+        None if in_order else torch.from_numpy(firsts).to(device),
+    )
 
 
 def packed_hidden(model: Any, token_ids: Tensor, packed: Layout) -> Tensor:
@@ -77,7 +97,7 @@ def packed_attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention of each sequence over itself, in the form that transformers asks of an attention function; without a
-    layout, `sdpa` as ever.
+    layout, `sdpa` as ever. What sequences share is attended to by each, as if it were its own.
 
     `query` is [1, heads, T, size], `key` and `value` [1, key heads, T, size]; the first result is [1, T, heads, size]. Raises
     ValueError if the model asks for more than that.
@@ -89,20 +109,36 @@ def packed_attention(
             raise ValueError(f"{name} in its attention")
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
-    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    query, key, value = (_laid_out(tensor.to(dtype), packed_layout.places) for tensor in (query, key, value))
     if query.is_cuda and dtype in (torch.bfloat16, torch.float16):
-        return _variable_length_attention(query, key, value, packed_layout, scaling, sliding_window), None
+        output = _variable_length_attention(query, key, value, packed_layout, scaling, sliding_window)
+    else:
+        output = _run_by_run_attention(query, key, value, packed_layout, scaling, sliding_window)
+    if packed_layout.firsts is not None:
+        output = output.index_select(0, packed_layout.firsts)
+    return output[None], None
+
+
+def _laid_out(tensor: Tensor, places: Tensor | None) -> Tensor:
+    """[1, heads, T, size] as [E, heads, size]."""
+    tokens = tensor[0].transpose(0, 1)
+    return tokens if places is None else tokens.index_select(0, places)
+
+
+def _run_by_run_attention(
+    query: Tensor, key: Tensor, value: Tensor, packed: Layout, scaling: float | None, sliding_window: int | None
+) -> Tensor:
     outputs, start = [], 0
-    for count, length in packed_layout.runs:
+    for count, length in packed.runs:
         stop = start + count * length
-        parts = (tensor[0, :, start:stop].unflatten(1, (count, length)).transpose(0, 1) for tensor in (query, key, value))
+        parts = (tensor[start:stop].unflatten(0, (count, length)).transpose(1, 2) for tensor in (query, key, value))
         window = _window_mask(length, sliding_window, query.device)
         output = nn.functional.scaled_dot_product_attention(
             *parts, attn_mask=window, is_causal=window is None, scale=scaling, enable_gqa=True
         )
         outputs.append(output.transpose(1, 2).flatten(0, 1))
         start = stop
-    return torch.cat(outputs)[None], None
+    return torch.cat(outputs)
 
 
 @torch.no_grad()
@@ -120,6 +156,7 @@ def enable_packing(model: Any) -> str | None:
     lengths = [min(length, longest) for length in (*PROBE_LENGTHS[:-1], max(PROBE_LENGTHS[-1], reach))]
     former = settings._attn_implementation
     rows = [torch.arange(7 * i, 7 * i + length, device=model.device) % settings.vocab_size for i, length in enumerate(lengths)]
+    rows[2][:PROBE_SHARED] = rows[1][:PROBE_SHARED]
     alone = [model.base_model(input_ids=row[None], use_cache=False).last_hidden_state[0] for row in rows]
     try:
         model.set_attn_implementation(PACKED_ATTENTION)
@@ -134,16 +171,20 @@ def enable_packing(model: Any) -> str | None:
 def _fault(model: Any, rows: list[Tensor], alone: Tensor) -> str | None:
     if model.config._attn_implementation != PACKED_ATTENTION:
         return "it does not let its attention be replaced"
-    packed = layout([len(row) for row in rows], model.device)
-    before = packed_hidden(model, torch.cat(rows)[None], packed)[0]
-    error = ((before - alone).abs().max() / alone.abs().max()).item()
+    first, second, third, fourth = np.split(np.arange(sum(map(len, rows))), np.cumsum([len(row) for row in rows])[:-1])
+    third, fourth = third - PROBE_SHARED, fourth - PROBE_SHARED
+    sequences = [first, second, np.concatenate([second[:PROBE_SHARED], third[PROBE_SHARED:]]), fourth]
+    packed = layout(sequences, model.device)
+    row = torch.cat([rows[0], rows[1], rows[2][PROBE_SHARED:], rows[3]])
+    before = packed_hidden(model, row[None], packed)[0]
+    error = ((before[np.concatenate(sequences)] - alone).abs().max() / alone.abs().max()).item()
     rough = torch.is_autocast_enabled(model.device.type) or model.dtype in (torch.bfloat16, torch.float16)
     if not error <= (ROUGH_TOLERANCE if rough else TOLERANCE):
         return f"packed and single sequences differ by {error:.1e} of the largest hidden state"
-    changed = [rows[0], (rows[1] + 1) % model.config.vocab_size, *rows[2:]]
-    after = packed_hidden(model, torch.cat(changed)[None], packed)[0]
-    others = torch.ones(len(before), dtype=torch.bool, device=before.device)
-    others[len(rows[0]) : len(rows[0]) + len(rows[1])] = False
+    own = torch.from_numpy(second[PROBE_SHARED:]).to(row.device)
+    changed = row.index_copy(0, own, (row[own] + 1) % model.config.vocab_size)
+    after = packed_hidden(model, changed[None], packed)[0]
+    others = torch.ones(len(row), dtype=torch.bool, device=row.device).index_fill(0, own, False)
     if not torch.equal(before[others], after[others]):
         return "a change to one sequence of a row changes others"
     return None
@@ -162,13 +203,9 @@ def _variable_length_attention(
     """All sequences in one call of torch's flash attention, which masks nothing that it need not compute."""
     from torch.nn.attention.varlen import varlen_attn
 
-    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
     bounds, longest = packed.bounds, packed.longest
-    output = varlen_attn(
-        query, key, value, bounds, bounds, longest, longest, scale=scaling, window_size=window, enable_gqa=True
-    )
-    return output[None]
+    return varlen_attn(query, key, value, bounds, bounds, longest, longest, scale=scaling, window_size=window, enable_gqa=True)
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -29,7 +29,7 @@ from echo2.config import Config
 from echo2.errors import ConfigError
 from echo2.learning.learner import LearnerError
 from echo2.learning.sharding import Shards
-from echo2.logs import ending_of
+from echo2.logs import ending_of, open_log
 
 POLL_S = 0.1
 START_TIMEOUT_S = 180.0
@@ -174,7 +174,8 @@ def check_devices(config: Config) -> None:
     """Raises ConfigError if there are fewer CUDA devices than the learner is to have."""
     devices, there = config.learner.devices, torch.cuda.device_count()
     if _on_cuda(config) and there < devices:
-        raise ConfigError(f"learner.devices = {devices}, but this machine has {there} CUDA devices: lower it to {there}")
+        instead = f"lower it to {there}" if there else "set learner.device=cpu"
+        raise ConfigError(f"learner.devices = {devices}, but this machine has {there} CUDA devices: {instead}")
 
 
 def open_store(file: Path, config: Config) -> distributed.FileStore:
@@ -214,7 +215,7 @@ def _on_cuda(config: Config) -> bool:
 
 
 def _launch(log: Path) -> subprocess.Popen[bytes]:
-    with log.open("ab") as output:
+    with open_log(log) as output:
         # A session of its own, so that Ctrl-C reaches only the process that leads.
         return subprocess.Popen(
             [sys.executable, "-m", "echo2.learning.follower"],

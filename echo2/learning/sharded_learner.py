@@ -46,7 +46,9 @@ class ShardedLearner(Learner):
     def begin_export(self) -> Callable[[], bytes]:
         with self._ranks.together(f"while version {self.version} was exported"):
             self._order("begin_export")
-            return self._own.begin_export()
+            payload = self._own.begin_export()
+        self.probe = self._own.probe
+        return payload
 
     def require_finite(self) -> None:
         with self._ranks.together(f"while version {self.version} was checked"):

@@ -17,12 +17,14 @@ from torch import Tensor
 
 from echo2.config import Config
 from echo2.config_learner import LearnerSection
+from echo2.dissemination.manifest import Probe
 from echo2.learning.batch import MicroBatch, rank_share
 from echo2.learning.learner import Learner, LearnerError, batch_metrics
 from echo2.learning.log_probs import check_head, completion_log_probs, recompute_layers
 from echo2.learning.mismatch import log_prob_differences, worker_metrics
 from echo2.learning.objective import Figures, Objective, Tokens, step_metrics
 from echo2.learning.packing import enable_packing
+from echo2.learning.probe import probe_token_ids, prompt_log_probs
 from echo2.learning.sharding import Shards, Whole, like, own_part, whole_weight
 from echo2.learning.trained_weights import Adapters, AllWeights, TrainedWeights
 from echo2.learning.weight_copy import WeightCopy
@@ -30,6 +32,8 @@ from echo2.models.loading import DTYPES, Dtype, load_model, matched_weights, res
 from echo2.protocol import Batch
 
 OPTIMIZER, RANDOM = "optimizer.pt", "random.pt"
+ANOTHER_WAY = "lower learner.learning_rate and go on from an earlier checkpoint, or with another run.name if there is none"
+ASKED_AGAIN_BYTES = 1 << 20
 log = logging.getLogger(__name__)
 
 
@@ -77,7 +81,7 @@ class TorchLearner(Learner):
         trained.
         """
         torch.set_num_threads(config.learner.threads)
-        shards = shards or Shards(resolve_device(config.learner.device))
+        shards = shards or Shards(resolve_device(config.learner.device, "learner.device"))
         objective, reference = Objective.of(config), None
         model = load_model(model_folder, "float32", torch.device("cpu"))
         trained = Adapters(model, config.learner.lora, config.run.seed) if config.learner.lora.rank else AllWeights()
@@ -124,6 +128,7 @@ class TorchLearner(Learner):
 
     def begin_export(self) -> Callable[[], bytes]:
         self.require_finite()
+        self.probe = self._probed()
         begun = WeightCopy(self._trained.of(self.model), self._export_dtype, self._shards)
         if begun.copied is not None:
             self._copies.append(begun.copied)
@@ -135,7 +140,7 @@ class TorchLearner(Learner):
         found = self._shards.table(faults.float()).amax(0).nonzero().flatten().tolist()
         if found:
             name = list(weights)[found[0]]
-            raise LearnerError(f"version {self.version}: weight {name} is not finite: go on from an earlier checkpoint")
+            raise LearnerError(f"version {self.version}: weight {name} is not finite: {ANOTHER_WAY}")
 
     def write_state(self, folder: Path) -> None:
         """The trained weights in float32, and AdamW's state and that of torch's random numbers beside them.
@@ -148,8 +153,8 @@ class TorchLearner(Learner):
         if not self._shards.leads:
             return
         self._trained.write(weights, self.model_folder, folder)
-        torch.save(optimizer, folder / OPTIMIZER)
-        torch.save(_random_state(self._shards.device), folder / RANDOM)
+        _save(optimizer, folder / OPTIMIZER)
+        _save(_random_state(self._shards.device), folder / RANDOM)
 
     @torch.no_grad()
     def read_state(self, folder: Path) -> None:
@@ -170,6 +175,13 @@ class TorchLearner(Learner):
 
     def close(self) -> None:
         """Memory is all that it holds."""
+
+    def _probed(self) -> Probe:
+        token_ids = probe_token_ids(self.model.config.get_text_config().vocab_size)
+        log_probs = self._shards.peek(self._whole, prompt_log_probs, token_ids).tolist()
+        if not all(map(math.isfinite, log_probs)):
+            raise LearnerError(f"version {self.version}: log-probabilities are not finite: {ANOTHER_WAY}")
+        return Probe(token_ids=tuple(token_ids), log_probs=tuple(log_probs))
 
     def _parameters(self) -> list[Tensor]:
         """What the optimizer changes."""
@@ -207,7 +219,7 @@ class TorchLearner(Learner):
         """Leave the weights as they are; raises LearnerError where that happened too often in a row."""
         fault = f"step {step}: loss {loss:g} with gradient norm {norm:g} is not finite, so the step was not taken"
         if self._skipped >= self._settings.max_skipped_steps:
-            raise LearnerError(f"{fault}: lower learner.learning_rate and go on from the last checkpoint")
+            raise LearnerError(f"{fault}: {ANOTHER_WAY}")
         self._skipped += 1
         log.warning("%s, and the run goes on (%d of learner.max_skipped_steps in a row)", fault, self._skipped)
 
@@ -237,6 +249,16 @@ class TorchLearner(Learner):
             if self._shards.leads:
                 wholes[name] = whole.detach().cpu().contiguous()
         return wholes
+
+
+def _save(state: dict[str, Any], file: Path) -> None:
+    try:
+        torch.save(state, file)
+    except RuntimeError:
+        # Torch keeps to itself what the disk said; one that has no room says it again.
+        with file.open("ab", buffering=0) as again:
+            again.write(bytes(ASKED_AGAIN_BYTES))
+        raise
 
 
 def _random_state(device: torch.device) -> dict[str, Tensor]:

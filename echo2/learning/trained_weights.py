@@ -6,6 +6,8 @@ a learner of the other.
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 
 from echo2.config_learner import LoraSection
 from echo2.errors import ConfigError, SnapshotError
-from echo2.learning.learners import check_adapters
+from echo2.learning.lora import check_adapters
 from echo2.models.loading import untied_weights
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -37,7 +39,7 @@ class TrainedWeights(ABC):
 
     @abstractmethod
     def write(self, weights: dict[str, Tensor], model_folder: Path, folder: Path) -> None:
-        """Write them into a checkpoint, and from `model_folder` what makes it useful by itself."""
+        """Write them into a checkpoint, and from `model_folder` what makes it useful by itself. Raises OSError."""
 
     @abstractmethod
     def read(self, folder: Path) -> dict[str, Tensor]:
@@ -110,7 +112,14 @@ class Adapters(TrainedWeights):
 
 
 def _write(weights: dict[str, Tensor], file: Path) -> None:
-    save_file(weights, file, metadata={"format": "pt"})
+    try:
+        save_file(weights, file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        # What the disk said is in its text alone.
+        code = re.search(r"os error (\d+)", str(error))
+        if code is None:
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1])), str(file)) from None
     # safetensors leaves it to its owner alone, unlike all else in a run.
     file.chmod(0o644)
 

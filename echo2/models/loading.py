@@ -25,15 +25,17 @@ Dtype = Literal["float32", "bfloat16"]
 DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def resolve_device(name: str) -> torch.device:
-    """`auto` is CUDA where there is one, else the CPU. Raises ConfigError for a device that is not there."""
+def resolve_device(name: str, setting: str) -> torch.device:
+    """`auto` is CUDA where there is one, else the CPU. Raises ConfigError, naming `setting`, for a device that is not there."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"device {name!r} cannot be used ({str(error).splitlines()[0]}): set it to auto or cpu") from None
+        raise ConfigError(
+            f"{setting} = {name!r} cannot be used ({str(error).splitlines()[0]}): set it to auto or cpu"
+        ) from None
     return device
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from echo2.config import Config
+from echo2.durability import naming
 from echo2.errors import ConfigError
-from echo2.models.recipe import TinyRecipe
+from echo2.models.recipe import TinyRecipe, tiny_architecture
 from echo2.tasks.base import Task, checked_prompt
 from echo2.tasks.catalog import make_task
 from echo2.tasks.order import PromptOrder
@@ -27,7 +29,7 @@ def prepare_model(config: Config, progress: Callable[[str], None]) -> Path:
     """The run's model folder, made first if `model.path` is `tiny` and no earlier run has made the same.
 
     `progress` is called with one line at a time. Raises ConfigError if the folder is incomplete, or if its tokenizer cannot
-    encode what the task writes.
+    encode what the task writes; DiskError if the made model cannot be kept.
     """
     task = make_task(config.task, config.run.seed)
     folder = _tiny_model(config, task, progress) if config.model.path == "tiny" else Path(config.model.path).expanduser()
@@ -48,19 +50,37 @@ def write_stand_in(config: Config, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(ends, indent=2) + "\n", encoding="utf-8")
 
 
-def check_model_and_task(config: Config) -> None:
-    """Raises ConfigError if the task cannot be made, or if a model folder is incomplete or does not fit it; needs no torch.
+def check_model_and_task(config: Config, task: Task) -> None:
+    """Raises ConfigError if the model folder is incomplete or does not fit the run's task; needs no torch.
 
     The same if too few prompts are there for the evaluation's.
     """
-    task = make_task(config.task, config.run.seed)
     order = PromptOrder(task.size, config.run.seed, config.evaluation.held_out_prompts)
     if config.evaluation.held_out_prompts:
         checked_prompt(task, order.held_out(0))
-    if config.model.path != "tiny":
+    if config.model.path == "tiny":
+        check_agreement(task, character_tokenizer())
+        architecture = tiny_architecture()
+    else:
         folder = Path(config.model.path).expanduser()
         check_model_folder(folder)
         check_agreement(task, load_tokenizer(folder))
+        architecture = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if config.learner.engine == "torch" and not isinstance(architecture.get("model_type"), str):
+            raise ConfigError(f"model.path: {folder / 'config.json'} names no model_type: fetch the model again")
+    if config.worker.engine != "simulated":
+        _check_positions(config, architecture)
+
+
+def _check_positions(config: Config, architecture: Mapping[str, Any]) -> None:
+    """Raises ConfigError if a completion of the greatest length leaves no room for a prompt in the model."""
+    longest = config.sampling.max_completion_tokens
+    positions = (architecture.get("text_config") or architecture).get("max_position_embeddings")
+    if isinstance(positions, int) and longest >= positions:
+        raise ConfigError(
+            f"sampling.max_completion_tokens = {longest} leaves a prompt no room in the {positions} positions of model.path = "
+            f"{config.model.path!r}: lower it"
+        )
 
 
 def check_model_folder(folder: Path) -> None:
@@ -74,19 +94,25 @@ def check_model_folder(folder: Path) -> None:
         raise ConfigError(f"model.path: {folder} lacks {', '.join(missing)}: name the folder of a complete Hugging Face model")
 
 
+def tiny_folder(config: Config, task: Task) -> Path:
+    """Where the run's tiny model lies once it is made."""
+    return config.model.cache_directory.expanduser() / f"tiny-{TinyRecipe.of(config, task).digest}"
+
+
 def _tiny_model(config: Config, task: Task, progress: Callable[[str], None]) -> Path:
-    recipe = TinyRecipe.of(config, task)
-    cache = config.model.cache_directory.expanduser()
-    folder = cache / f"tiny-{recipe.digest}"
+    folder = tiny_folder(config, task)
+    cache = folder.parent
     if folder.is_dir():
         return folder
     from echo2.models.tiny import make_tiny_model  # imports torch, which a cached model does not need
 
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="making-", dir=cache) as temporary:
+    with naming(cache):
+        cache.mkdir(parents=True, exist_ok=True)
+        making = tempfile.TemporaryDirectory(prefix="making-", dir=cache)
+    with making as temporary:
         made = Path(temporary) / "model"
         made.mkdir()
-        make_tiny_model(recipe, task, made, progress)
+        make_tiny_model(TinyRecipe.of(config, task), task, made, progress)
         _put_in_place(made, folder)
     return folder
 

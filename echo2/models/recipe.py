@@ -20,7 +20,8 @@ EXAMPLES = 8
 """First prompts and answers that count as part of a recipe, since a task of the user's own may change its code."""
 
 
-def _architecture() -> dict[str, Any]:
+def tiny_architecture() -> dict[str, Any]:
+    """Sizes of the tiny model but for its vocabulary, in the words of transformers' Qwen3Config."""
     return {
         "hidden_size": 128,
         "intermediate_size": 384,
@@ -37,7 +38,7 @@ def _architecture() -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class TinyRecipe:
-    """Seed, task and target of a tiny model, and its sizes in the words of transformers' Qwen3Config."""
+    """Seed, task and target of a tiny model, and its sizes."""
 
     seed: int
     task: dict[str, Any]
@@ -45,7 +46,7 @@ class TinyRecipe:
     warm_start_exact_match: float
     held_out_prompts: int
     """Prompts of a finite task that the warm start must not see either."""
-    architecture: dict[str, Any] = field(default_factory=_architecture)
+    architecture: dict[str, Any] = field(default_factory=tiny_architecture)
     warm_start_format: int = WARM_START_FORMAT
 
     @classmethod

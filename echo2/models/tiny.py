@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from echo2.durability import naming
 from echo2.models.loading import export_weights
 from echo2.models.recipe import TinyRecipe
 from echo2.models.warm_start import WarmStart, warm_start
@@ -26,7 +27,7 @@ def make_tiny_model(recipe: TinyRecipe, task: Task, folder: Path, progress: Call
     """Make the model of `recipe`, warm-started on `task`, and write it into the empty `folder`.
 
     Runs on one CPU thread and leaves the random state and thread count of the process as they were. Raises ConfigError if the
-    warm start fails.
+    warm start fails, DiskError if the model cannot be written.
     """
     tokenizer = character_tokenizer()
     with _one_thread():
@@ -35,7 +36,8 @@ def make_tiny_model(recipe: TinyRecipe, task: Task, folder: Path, progress: Call
         if recipe.warm_start_exact_match > 0:
             order = PromptOrder(task.size, recipe.seed, recipe.held_out_prompts)
             reached = warm_start(model, task, order, tokenizer, recipe.warm_start_exact_match, progress)
-    _save(model, tokenizer, recipe, reached, folder)
+    with naming(folder):
+        _save(model, tokenizer, recipe, reached, folder)
 
 
 def random_model(recipe: TinyRecipe, tokenizer: TextTokenizer) -> Qwen3ForCausalLM:

@@ -15,7 +15,10 @@ log = logging.getLogger(__name__)
 
 
 class Pulse(Background):
-    """Tells the hub every `interval_s` that the worker lives; registers again where the hub has given it up."""
+    """Tells the hub every `interval_s` that the worker lives; registers again where the hub has given it up.
+
+    Ends with NameTaken where another process is this worker now.
+    """
 
     def __init__(
         self, client: HubClient, name: str, worker_id: str, interval_s: float, telemetry: Callable[[], Telemetry]
@@ -28,18 +31,34 @@ class Pulse(Background):
         self.worker_id = worker_id
         """The id under which the hub knows this worker now."""
 
-    def say_goodbye(self) -> None:
-        """Leave the hub's roster; a hub that is away finds out by itself."""
+    def say_goodbye(self, reason: str) -> None:
+        """Leave the hub's roster with the last figures, for this `reason` where there is one.
+
+        A hub that is away finds out by itself.
+        """
+        try:
+            self._client.heartbeat(self.worker_id, self._telemetry())
+        except HubUnavailable:
+            return
+        except UserError as error:
+            log.info("%s", error)
         with contextlib.suppress(UserError):
-            self._client.leave(self.worker_id)
+            self._client.leave(self.worker_id, reason)
 
     def _loop(self) -> None:
         while not self.stopping.wait(self._interval_s):
             try:
-                self._client.heartbeat(self.worker_id, self._telemetry())
+                self._beat()
             except HubUnavailable as error:
-                log.warning("%s", error)
-            except UserError as error:
+                self._client.warn(error)
+
+    def _beat(self) -> None:
+        try:
+            self._client.heartbeat(self.worker_id, self._telemetry())
+        except HubUnavailable:
+            raise
+        except UserError as error:
+            if not self.stopping.is_set():
                 log.warning("%s", error)
                 self._register_again()
 

@@ -1,18 +1,17 @@
 """Generation with Hugging Face transformers, on a CPU or one GPU.
 
-Invariants: a prompt is computed once for all members of its group; nothing computed with one version's weights is kept for the
-next call; a log-probability is that of the distribution which the token was drawn from, in float32.
+Invariants: groups are decoded in sets, and what is begun meanwhile waits for the next one; a prompt is computed once for all
+members of its group that begin with it; nothing computed with one version's weights is kept for the next set; a log-probability
+is that of the distribution which the token was drawn from, in float32.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -22,8 +21,10 @@ from transformers import DynamicCache
 from echo2.dissemination.manifest import Content
 from echo2.models.adapted import AdaptedModel
 from echo2.models.loading import Dtype, build_model, load_weights, resolve_device
-from echo2.protocol import FinishReason, GroupRollouts, Lease, Rollout, RolloutFailure, Sampling
+from echo2.protocol import Sampling
 from echo2.rollout.engine import Engine
+from echo2.rollout.members import Group, Member, refusal, temperature_of
+from echo2.rollout.memory import shortage_as_such
 from echo2.rollout.randomness import member_generator
 
 COMPACT_BELOW = 0.75
@@ -35,12 +36,15 @@ class TransformersEngine(Engine):
 
     def __init__(self, model_folder: Path, dtype: Dtype, device: str, threads: int) -> None:
         """`model_folder` needs no weights. Raises ConfigError if it describes no model or the device is not there."""
+        super().__init__()
         torch.set_num_threads(threads)
-        self._model = build_model(model_folder, dtype, resolve_device(device))
+        self._model = build_model(model_folder, dtype, resolve_device(device, "worker.device"))
         config = self._model.config.get_text_config()
         self._max_positions: int = config.max_position_embeddings
         self._vocabulary_size: int = self._model.get_input_embeddings().num_embeddings
         self._load: Callable[[Content], None] = partial(load_weights, self._model)
+        self._waiting: list[tuple[Group, Sampling]] = []
+        self._decoding: _Decoding | None = None
 
     def adapt(self, base: Content, scale: float) -> None:
         """From now on snapshots hold adapters of `base`, which are scaled so; see `AdaptedModel`. Raises SnapshotError."""
@@ -50,44 +54,31 @@ class TransformersEngine(Engine):
         self._load(snapshot)
         self.version = version
 
-    def generate(self, leases: Sequence[Lease], sampling: Sampling, should_stop: Callable[[], bool]) -> Iterator[GroupRollouts]:
-        """As `Engine.generate`; a group whose prompt the model cannot take is all failures.
+    def _start(self, group: Group, sampling: Sampling) -> str | None:
+        reason = refusal(group.lease, sampling, self._max_positions, self._vocabulary_size)
+        if reason is None:
+            self._waiting.append((group, sampling))
+        return reason
 
-        If weights are loaded between two results, the next tokens are drawn from the new ones and carry their version. Raises
-        RuntimeError before the first `load_weights`.
-        """
-        if self.version is None:
-            raise RuntimeError("generate was called before load_weights: there is no version to generate with")
-        possible = []
-        for lease in leases:
-            reason = self._refusal(lease, sampling)
-            if reason is None:
-                possible.append(lease)
-            else:
-                failures = tuple(RolloutFailure(member=member, reason=reason) for member in lease.members)
-                yield GroupRollouts(lease.group_id, lease.attempt, (), failures)
-        if not possible:
-            return
-        decoding = _Decoding(self._model, possible, sampling)
-        while decoding.open and not should_stop():
-            yield from decoding.step(self.version)
-        yield from decoding.leave()
+    def _advance(self) -> list[Group]:
+        with shortage_as_such():
+            if self._decoding is None:
+                groups = [group for group, _ in self._waiting]
+                self._decoding = _Decoding(self._model, groups, self._waiting[0][1])
+                self._waiting.clear()
+            done = self._decoding.step(cast(int, self.version))
+        if not self._decoding.open:
+            self._decoding = None
+        return done
 
-    def _refusal(self, lease: Lease, sampling: Sampling) -> str | None:
-        """Why nothing can be generated for this lease; None if something can."""
-        prompt, longest = lease.prompt_token_ids, sampling.max_completion_tokens
-        if not lease.members:
-            return "no member is asked for"
-        if not prompt:
-            return "the prompt is empty"
-        if len(prompt) + longest > self._max_positions:
-            return (
-                f"the prompt's {len(prompt)} tokens and sampling.max_completion_tokens = {longest} exceed the model's "
-                f"{self._max_positions} positions"
-            )
-        if not 0 <= min(prompt) <= max(prompt) < self._vocabulary_size:
-            return f"the prompt has a token id outside the model's vocabulary of {self._vocabulary_size}"
-        return None
+    def _abandon(self, groups: Sequence[Group]) -> None:
+        self._waiting = [(group, sampling) for group, sampling in self._waiting if group not in groups]
+        if self._decoding is not None:
+            self._decoding.open = [group for group in self._decoding.open if group not in groups]
+            for member in (member for group in groups for member in group.members if not member.finished):
+                member.failure = "nobody waits for it any more"
+            if not self._decoding.open:
+                self._decoding = None
 
 
 def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,83 +98,30 @@ def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tens
     return token_ids.squeeze(-1), drawn.masked_fill(greedy & drawn.isfinite(), 0.0)
 
 
-@dataclass(slots=True)
-class _Row:
-    """One member while it grows."""
-
-    member: int
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    failure: str | None = None
-
-    @property
-    def finished(self) -> bool:
-        return self.finish_reason is not None or self.failure is not None
-
-    def append(self, token_id: int, log_prob: float, version: int, sampling: Sampling) -> None:
-        if not math.isfinite(log_prob):
-            self.failure = f"token {len(self.token_ids)} has the log-probability {log_prob}: version {version} has bad weights"
-            return
-        self.token_ids.append(token_id)
-        self.log_probs.append(log_prob)
-        self.versions.append(version)
-        if token_id in sampling.stop_token_ids:
-            self.finish_reason = "stop"
-        elif len(self.token_ids) == sampling.max_completion_tokens:
-            self.finish_reason = "length"
-
-
-@dataclass(slots=True)
-class _Group:
-    """A lease and its rows."""
-
-    lease: Lease
-    rows: list[_Row]
-
-    @property
-    def finished(self) -> bool:
-        return all(row.finished for row in self.rows)
-
-    def result(self) -> GroupRollouts:
-        """What is finished of the group."""
-        rollouts = tuple(
-            Rollout(
-                row.member,
-                np.array(row.token_ids, np.int32),
-                np.array(row.log_probs, np.float32),
-                np.array(row.versions, np.int32),
-                row.finish_reason,
-            )
-            for row in self.rows
-            if row.finish_reason is not None
-        )
-        failures = tuple(RolloutFailure(member=row.member, reason=row.failure) for row in self.rows if row.failure is not None)
-        return GroupRollouts(self.lease.group_id, self.lease.attempt, rollouts, failures)
-
-
 class _Decoding:
     """Groups that are decoded together, each step one token of every row.
 
-    `_batch` lists the rows in the tensors' order, finished ones included until they are dropped; `_uniforms` [rows,
-    max_completion_tokens]; `_temperatures` [rows]; `_token_ids` [rows] is the last token of each row and `_positions` [rows]
-    its place; `_mask` [rows, prompt width + max_completion_tokens] is 0 for padding.
+    `_batch` lists the rows in the tensors' order, finished ones included until they are dropped; `_uniforms` [rows, steps that
+    the longest may take]; `_temperatures` [rows]; `_token_ids` [rows] is the last token of each row and `_positions` [rows] its
+    place; `_mask` [rows, width + steps] is 0 for padding, where width is that of the prompts with their prefixes.
     """
 
-    def __init__(self, model: Any, leases: Sequence[Lease], sampling: Sampling) -> None:
+    def __init__(self, model: Any, groups: Sequence[Group], sampling: Sampling) -> None:
         self._model = model
         self._cache_argument = _cache_argument(model)
         self._sampling = sampling
-        self.open = [_Group(lease, [_Row(member) for member in lease.members]) for lease in leases]
-        self._batch = [row for group in self.open for row in group.rows]
+        self.open = list(groups)
+        self._batch = [row for group in self.open for row in group.members]
         self._cache = DynamicCache(config=model.config)
-        self._uniforms = torch.from_numpy(_uniforms(leases, sampling)).to(model.device)
-        self._temperatures = torch.tensor(_temperatures(leases, sampling), dtype=torch.float32, device=model.device)
+        uniforms = [_uniforms(group, row, sampling) for group in self.open for row in group.members]
+        self._most_steps = max(map(len, uniforms))
+        padded = np.stack([np.pad(each, (0, self._most_steps - len(each))) for each in uniforms])
+        self._uniforms = torch.from_numpy(padded).to(model.device)
+        self._temperatures = torch.tensor(_temperatures(groups, sampling), dtype=torch.float32, device=model.device)
         self._steps = 0
 
     @torch.inference_mode()
-    def step(self, version: int) -> list[GroupRollouts]:
+    def step(self, version: int) -> list[Group]:
         """Draw one token for every row with the weights that the model has now; gives the groups that this finished."""
         logits = self._next_logits() if self._steps else self._first_logits()
         self._token_ids, log_probs = sample(logits, self._temperatures, self._uniforms[:, self._steps])
@@ -193,26 +131,33 @@ class _Decoding:
                 row.append(token_id, log_prob, version, self._sampling)
         finished = [group for group in self.open if group.finished]
         self.open = [group for group in self.open if not group.finished]
-        return [group.result() for group in finished]
-
-    def leave(self) -> list[GroupRollouts]:
-        """What is finished of the groups that are not; groups without a finished member are left out."""
-        return [group.result() for group in self.open if any(row.finished for row in group.rows)]
+        return finished
 
     def _first_logits(self) -> Tensor:
-        """Run the prompts, left-padded, once each, then give every member a copy of its prompt's keys and values."""
-        prompts = [group.lease.prompt_token_ids for group in self.open]
-        width = max(len(prompt) for prompt in prompts)
-        padded = np.zeros((len(prompts), width), np.int64)
-        mask = np.ones((len(prompts), width + self._sampling.max_completion_tokens), np.int64)
-        for row, prompt in enumerate(prompts):
-            padded[row, width - len(prompt) :] = prompt
-            mask[row, : width - len(prompt)] = 0
+        """Run the prompts, left-padded, once each, then give every member a copy of its prompt's keys and values.
+
+        A member that goes on from a prefix has a row of its own from the first.
+        """
+        contexts: list[tuple[int, ...]] = []
+        copies: list[int] = []
+        row_of: dict[tuple[int, int | None], int] = {}
+        for index, group in enumerate(self.open):
+            for member in group.members:
+                key = (index, member.number if member.prefix else None)
+                if key not in row_of:
+                    row_of[key] = len(contexts)
+                    contexts.append(group.lease.prompt_token_ids + member.prefix)
+                copies.append(row_of[key])
+        width = max(map(len, contexts))
+        padded = np.zeros((len(contexts), width), np.int64)
+        mask = np.ones((len(contexts), width + self._most_steps), np.int64)
+        for row, context in enumerate(contexts):
+            padded[row, width - len(context) :] = context
+            mask[row, : width - len(context)] = 0
         self._mask = torch.from_numpy(mask).to(self._model.device)
         positions = (self._mask[:, :width].cumsum(-1) - 1).clamp_(min=0)
         logits = self._forward(torch.from_numpy(padded).to(self._model.device), positions)
         self._positions = positions[:, -1]
-        copies = [index for index, group in enumerate(self.open) for _ in group.rows]
         return logits[self._select(copies)]
 
     def _next_logits(self) -> Tensor:
@@ -250,13 +195,12 @@ def _cache_argument(model: Any) -> str:
     return "cache" if "cache" in names else "past_key_values"
 
 
-def _uniforms(leases: Sequence[Lease], sampling: Sampling) -> np.ndarray:
-    """One number for every token that may be drawn, [rows, max_completion_tokens], float64 in [0, 1)."""
-    members = [(lease.group_id, member) for lease in leases for member in lease.members]
-    return np.stack([member_generator(sampling.seed, *member).random(sampling.max_completion_tokens) for member in members])
+def _uniforms(group: Group, member: Member, sampling: Sampling) -> np.ndarray:
+    """One number for every token that may be drawn after the prefix, float64 in [0, 1)."""
+    random = member_generator(sampling.seed, group.lease.group_id, member.number).random(sampling.max_completion_tokens)
+    return random[len(member.prefix) :]
 
 
-def _temperatures(leases: Sequence[Lease], sampling: Sampling) -> list[float]:
-    """One for every row: the lease's own, or that of `sampling`."""
-    own = (sampling.temperature if lease.temperature is None else lease.temperature for lease in leases)
-    return [temperature for temperature, lease in zip(own, leases, strict=True) for _ in lease.members]
+def _temperatures(groups: Sequence[Group], sampling: Sampling) -> list[float]:
+    """One for every row."""
+    return [temperature_of(group.lease, sampling) for group in groups for _ in group.members]

@@ -34,6 +34,9 @@ class Task(ABC):
     required_characters: frozenset[str] = frozenset()
     """Characters of prompts and answers, which the model's tokenizer must be able to encode."""
 
+    metric_names: frozenset[str] | None = None
+    """Names of the metrics that scores come with; None where they are not known before."""
+
     @property
     def size(self) -> int | None:
         """Number of prompts; None if they never run out. Whoever counts further starts again at `index % size`."""

@@ -25,6 +25,8 @@ MOST_DRAWS = 1000
 class AnswerTask(Task):
     """An endless stream of prompts, each drawn from its own random stream and each with one right answer."""
 
+    metric_names = frozenset({"exact_match"})
+
     def __init__(self, seed: int, exact_match_weight: float) -> None:
         self._seed = seed
         self._exact_match_weight = exact_match_weight

@@ -7,6 +7,7 @@ Special tokens stay visible in decoded text, so that one in the middle of an ans
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def load_tokenizer(model_folder: Path) -> TextTokenizer:
     End and pad ids come from generation_config.json where it names them, else from config.json; without a pad id the first
     end id serves. Raises ConfigError if a file is missing or damaged or no end id is named.
     """
-    tokenizer = Tokenizer.from_str(json.dumps(_read_json(model_folder / "tokenizer.json")))
+    tokenizer = _read_tokenizer(model_folder / "tokenizer.json")
     settings = _read_json(model_folder / "config.json")
     generation_file = model_folder / "generation_config.json"
     if generation_file.exists():
@@ -93,10 +94,21 @@ def check_agreement(task: Task, tokenizer: TextTokenizer) -> None:
         )
 
 
+def _read_tokenizer(file: Path) -> Tokenizer:
+    text = json.dumps(_read_json(file))
+    try:
+        return Tokenizer.from_str(text)
+    except Exception as error:  # noqa: BLE001 - the library raises nothing more exact where it refuses a description
+        raise ConfigError(f"{file} describes no tokenizer ({error}): fetch the model again") from None
+
+
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{file} cannot be read ({error.strerror}): model.path must be a Hugging Face model folder") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is not valid JSON ({error}): fetch the model again") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file} holds no JSON object but {reprlib.repr(content)}: fetch the model again")
+    return content

@@ -11,8 +11,8 @@ import pytest
 
 from echo2.capacity.dials import Dial, Situation, dials
 from echo2.capacity.latencies import Constant, Empirical, Lognormal
-from echo2.capacity.model import Links, Workload
-from echo2.capacity.pool import Pool, PoolUnit, WorkerKind
+from echo2.capacity.model import Links, Workload, required_throughput
+from echo2.capacity.pool import Pool, PoolUnit, WorkerKind, unit_of_slots
 from echo2.capacity.provisioning import provision, simulate_pool
 from echo2.capacity.simulation import simulate
 from echo2.capacity.slow_end import slow_end_latency_s
@@ -108,6 +108,16 @@ def test_a_pool_of_workers_in_calls_is_provisioned_in_whole_workers_and_needs_mo
     assert simulate(own, Links(0.5, 0.2), pool, 240, 9, latency=latency, carry="newest").utilisation >= 0.95
 
 
+@pytest.mark.parametrize("latency_s", [1e-6, 4e-5, 0.02, 0.1])
+def test_where_less_than_a_few_slots_are_enough_the_need_is_the_learners_and_not_a_whole_slots(latency_s: float) -> None:
+    workload, latency = Workload(1.0, 4, 2, 1, latency_s, 0.8), Lognormal(latency_s, 0.5)
+    least = required_throughput(workload)
+    for unit in (unit_of_slots(least * latency_s), PoolUnit(1, in_calls=True, effective_slots=2.0 * latency_s)):
+        pool = provision(workload, Links(0.1, 0.2), 0.97, latency=latency, unit=unit)
+        assert pool.reachable
+        assert least < pool.groups_per_s < 2 * least
+
+
 def test_a_pool_of_any_fractional_size_completes_what_its_slots_do() -> None:
     workload = Workload(0.01, 16, 6, 1, 1.0, 1.0)
     for slots in (0.3, 2.4, 7.5):
@@ -122,6 +132,16 @@ def test_a_large_batch_is_simulated_in_small_with_the_same_pace(groups: int, slo
     small = simulate_pool(workload, Links(0.2, 0.1), slots, latency)
     assert small.trained < whole.trained
     assert small.step_time_s == pytest.approx(whole.step_time_s, rel=0.03)
+
+
+@pytest.mark.parametrize(("bound", "groups", "in_calls"), [(256, 512, True), (256, 512, False), (64, 65_536, True)])
+def test_however_old_data_may_be_a_simulation_has_a_bounded_number_of_groups(bound: int, groups: int, in_calls: bool) -> None:
+    workload, latency = Workload(10.0, groups, bound, 1, 200.0, 0.9), Lognormal(200.0, 0.5)
+    slots = 1.2 * required_throughput(workload) * latency.mean_s
+    unit = PoolUnit(64, in_calls=True, effective_slots=32.0) if in_calls else PoolUnit()
+    result = simulate_pool(workload, Links(1.0, 1.0), slots, latency, unit)
+    assert result.trained <= 250_000
+    assert len(result.step_times_s) >= 4 * bound and result.utilisation == pytest.approx(1.0, abs=0.03)
 
 
 @pytest.mark.parametrize("target", [0.0, -0.5, 1.01, math.nan, math.inf])
@@ -147,7 +167,7 @@ def turned(case: Situation, dial: Dial, value: float) -> Situation:
         return replace(case, links=Links(value * share, value * (1 - share)))
     if dial.symbol == "L":
         return replace(case, latency=case.latency.scaled_to(value))
-    return replace(case, slots=round(value * case.latency.mean_s))
+    return replace(case, slots=value * case.latency.mean_s)
 
 
 def test_at_its_limit_a_dial_does_what_it_says_and_a_little_further_it_does_not() -> None:
@@ -159,9 +179,11 @@ def test_at_its_limit_a_dial_does_what_it_says_and_a_little_further_it_does_not(
                 continue
             assert dial.at_limit.utilisation >= 0.95 * (1 - 1e-5), dial
             assert turned(case, dial, dial.limit).utilisation == pytest.approx(dial.at_limit.utilisation, rel=1e-4)
-            step = dial.limit * 0.02 if dial.symbol in "DL" else 1 / case.latency.mean_s if dial.symbol == "μ" else 1
+            mean_s = case.latency.mean_s
+            unit_rate = unit_of_slots(required_throughput(case.workload) * mean_s).effective_slots / mean_s
+            step = dial.limit * 0.02 if dial.symbol in "DL" else unit_rate if dial.symbol == "μ" else 1
             beyond = dial.limit + step if dial.at_most else dial.limit - step
-            least = {"S": case.workload.publish_interval - 1, "B": 1, "μ": 1 / case.latency.mean_s}.get(dial.symbol, 0)
+            least = {"S": case.workload.publish_interval - 1, "B": 1, "μ": unit_rate}.get(dial.symbol, 0)
             if dial.symbol != "κ" and beyond > 0 and beyond >= least:
                 checked[dial.symbol] += 1
                 assert turned(case, dial, beyond).utilisation < 0.95, dial

@@ -15,7 +15,7 @@ from market import PLACES, QUOTAS, candidate, cheapest_by_trying, markets
 from echo2.capacity.limits import Limits, Quota
 from echo2.capacity.offers import Offer
 from echo2.capacity.program import Program
-from echo2.capacity.selection import Selection, select, select_greedily
+from echo2.capacity.selection import Selection, least_cost_usd_per_hour, select, select_greedily
 from echo2.errors import WaitTimeout
 
 seeded = settings(derandomize=True, deadline=None, max_examples=150)
@@ -182,3 +182,16 @@ def test_when_time_is_up_the_greedy_selection_stands_in_and_says_how_far_off_it_
     assert 0 < hurried.gap <= 1
     with pytest.raises(WaitTimeout, match=r"1500 offers.*time_limit_s = 0\.0001"):
         select(candidates, 90.0, replace(limits, budget_usd_per_hour=0.5 * simple.usd_per_hour), time_limit_s=1e-4)
+
+
+@seeded
+@given(markets())
+def test_no_selection_undercuts_the_cost_of_machines_that_could_be_split(market) -> None:
+    candidates, needed, limits = market
+    least = least_cost_usd_per_hour(candidates, needed, limits)
+    found = select(candidates, needed, limits)
+    assert found is None or least <= found.cost_usd_per_hour * (1 + 1e-6)
+    rate, usd = candidates[0].effective_groups_per_s, candidates[0].usd_per_hour
+    fixed = replace(candidates[0], running=1, launchable=False)
+    assert least_cost_usd_per_hour([fixed], rate / 2, limits) == pytest.approx(usd / 2)
+    assert least_cost_usd_per_hour([fixed], 2 * rate, limits) == math.inf

@@ -186,7 +186,7 @@ class WatchedTwin(Twin):
 @given(workloads(), links, pools(), st.integers(0, 99))
 def test_live_groups_never_exceed_what_admission_allows(workload: Workload, links: Links, pool: Pool, seed: int) -> None:
     latency = Lognormal(workload.group_latency_s, 0.8)
-    twin = WatchedTwin(workload, links, pool, latency, Constant(workload.learner_step_s), "every", seed)
+    twin = WatchedTwin(workload, links, pool.kinds, latency, Constant(workload.learner_step_s), "every", seed)
     twin.run(20, ENDLESS)
     assert twin.step == 20
 
@@ -203,7 +203,7 @@ def test_the_same_seed_gives_the_same_result_and_another_seed_another() -> None:
 def twin_that_loses_its_first_worker(workload: Workload, kind: WorkerKind) -> Twin:
     """Links that take no time; the worker is gone half a second after the start."""
     constant = Constant(workload.group_latency_s), Constant(workload.learner_step_s)
-    twin = Twin(workload, Links(0.0, 0.0), Pool((kind,)), *constant, "every", seed=0)
+    twin = Twin(workload, Links(0.0, 0.0), (kind,), *constant, "every", seed=0)
     twin._at(0.5, lambda: twin._preempt(0))
     return twin
 

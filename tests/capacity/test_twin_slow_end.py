@@ -158,3 +158,16 @@ def test_impossible_numbers_are_named() -> None:
         loaded_step_time_s(workload, Links(0.0, 0.0), 0, Constant(1.0))
     with pytest.raises(UserError, match="target_utilisation = nan"):
         needed_slots(workload, Links(0.0, 0.0), Constant(1.0), float("nan"), most=10)
+
+
+@pytest.mark.parametrize(("mean_s", "slots", "interval"), [(3000.0, 60_000.0, 2), (20.0, 0.3, 1)])
+def test_many_releases_that_are_looked_at_together_tell_what_each_of_them_would(monkeypatch, mean_s, slots, interval) -> None:
+    workload, links, latency = Workload(1.0, 16, 4, interval, mean_s, 0.8), Links(0.5, 0.2), Lognormal(mean_s, 0.5)
+
+    def freshness(most_releases: int) -> tuple[float, float]:
+        monkeypatch.setattr(slow_end, "MOST_RELEASES", most_releases)
+        condition = predict_pool(workload, links, slots, latency).conditions[3]
+        return condition.step_time_s, condition.needed
+
+    assert freshness(128) == pytest.approx(freshness(10**9), rel=0.01)
+    assert freshness(128) != freshness(10**9)

@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from clouds.reconciler import Action, Machine, Memory, Pace, reconcile
+from clouds.reconciler import Action, Machine, Memory, reconcile
 from echo2.capacity.activation import Demand
 from echo2.capacity.limits import Limits
 from echo2.capacity.offers import Candidate, Offer
+from echo2.config_activation import PaceSection
 
 PERIOD_S = 30.0
 DRAIN_S = 45.0
@@ -29,7 +30,7 @@ def demand(groups_per_s: float) -> Demand:
 class SimulatedCloud:
     """Machines, and a reconciliation every `PERIOD_S`."""
 
-    def __init__(self, candidates: Sequence[Candidate], groups_per_s: float, limits: Limits, pace: Pace) -> None:
+    def __init__(self, candidates: Sequence[Candidate], groups_per_s: float, limits: Limits, pace: PaceSection) -> None:
         self.candidates, self.demand, self.limits, self.pace = list(candidates), demand(groups_per_s), limits, pace
         self.now_s, self.memory = 0.0, Memory()
         self.machines: dict[str, Machine] = {}

@@ -101,6 +101,17 @@ def test_measurements_reach_as_far_as_they_mean_something():
     assert only(slower, rentals=rentals, others=[SPOT]).provenance["μ"] == "roofline estimate"
 
 
+def test_a_machine_that_is_taken_back_before_it_finishes_anything_is_refused_with_the_numbers():
+    often = SETTINGS.model_copy(update={"spot_preemptions_per_hour": 3600.0})
+    candidates, (refused,) = appraise([SPOT, STABLE], JOB, often)
+    assert [candidate.offer for candidate in candidates] == [STABLE]
+    assert refused.reason == "preempted too often" and "3,600 times an hour" in refused.sentence
+    gone = replace(only(SPOT), preemptions_per_hour=1e18)
+    assert gone.effective_groups_per_s == 0 and not gone.is_of_use and only(SPOT).is_of_use
+    with pytest.raises(ValueError, match="spot_preemptions_per_hour"):
+        PlaceSection(cloud="aws", spot_preemptions_per_hour=1e18)
+
+
 def test_an_accelerator_that_is_not_on_file_can_be_used_once_it_was_measured():
     new = Offer("aws", 1.0, "r", "", "m", "X9", 1)
     _, refusals = appraise([new, SPOT], JOB, SETTINGS)
@@ -153,8 +164,7 @@ def test_the_shape_is_read_from_the_models_folder(tmp_path):
     shipped = Path(__file__).parent.parent.parent / "examples/Qwen3-8B"
     assert read(shipped, "model.dtype=bfloat16").weights_bytes == 2 * SHAPE.parameters
     assert read(shipped).weights_bytes == 4 * SHAPE.parameters
-    with pytest.raises(UserError, match="'tiny' needs no rented machine"):
-        read("tiny")
+    assert read("tiny").parameters == 597_824, "the built-in model's is known"
     with pytest.raises(UserError, match=r"config\.json cannot be read \(No such file"):
         read(tmp_path)
     for text in ("{", "[]"):

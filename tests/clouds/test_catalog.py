@@ -52,6 +52,28 @@ def test_of_rows_for_one_offer_the_cheapest_counts(written):
     assert offer.price_usd_per_hour == 0.4
 
 
+def test_rows_that_are_cut_off_or_name_no_machine_or_region_are_left_out_and_told_once(written, caplog):
+    good, cut, nameless, nowhere = "m,L4,1,,0.5,,r,z\n", "m,L4,1,,0.4", ",L4,1,,0.1,,r,z\n", "m,L4,1,,0.1,,,z\n"
+    offers = read_catalog(written(HEADER + good + nameless + nowhere + cut))
+    assert [(offer.name, offer.price_usd_per_hour) for offer in offers] == [("here/r/z/m", 0.5)]
+    (told,) = (record.getMessage() for record in caplog.records)
+    assert told.startswith("3 rows of ") and "the first in line 3" in told
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_column(written):
+    (offer,) = read_catalog(written(HEADER + "m,L4,1,,0.5,,r,z\n", encoding="utf-8-sig"))
+    assert offer.instance_type == "m"
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [("m,L4,1e12,,0.5,,r,z", "AcceleratorCount = '1e12'"), ("m,L4,1,,1e300,,r,z", "Price = '1e300'")],
+)
+def test_figures_that_no_machine_has_are_refused(written, row, words):
+    with pytest.raises(UserError, match="line 2: " + words):
+        read_catalog(written(HEADER + row + "\n"))
+
+
 def test_columns_may_be_missing_and_in_any_order(written):
     (offer,) = read_catalog(written("Region,Price,AcceleratorCount,AcceleratorName,InstanceType\nr,1.5,8.0,H100,m\n"))
     assert (offer.name, offer.zone, offer.accelerators, offer.spot) == ("here/r/m", "", 8.0, False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_cloud import PERIOD_S, SimulatedCloud, candidate
 
-from clouds.reconciler import Machine, Pace
+from clouds.reconciler import Machine
 from echo2.capacity.limits import Limits, Quota
+from echo2.config_activation import PaceSection
 
 seeded = settings(derandomize=True, deadline=None, max_examples=25)
-PACE = Pace()
+PACE = PaceSection()
 CHEAP, NEXT, DEAR = candidate("a/n1", 1.0, 1.0), candidate("b/n1", 1.0, 1.5), candidate("c/n1", 1.0, 4.0, spot=False)
 HOUR_S = 3600.0
 
@@ -41,7 +42,7 @@ def clouds(draw: st.DrawFn) -> SimulatedCloud:
         max_domain_share=draw(st.sampled_from([1.0, 1.0, 0.6])),
         min_on_demand_share=draw(st.sampled_from([0.0, 0.0, 0.3])),
     )
-    pace = Pace(most_launches=draw(st.sampled_from([1, 2, 8])))
+    pace = PaceSection(most_launches=draw(st.sampled_from([1, 2, 8])))
     return SimulatedCloud(offers, draw(st.sampled_from([1.0, 3.0, 6.0])), limits, pace)
 
 
@@ -164,7 +165,7 @@ def test_a_preempted_machine_is_replaced_at_once_from_the_next_best_offer() -> N
 def test_an_offer_that_fails_is_tried_ever_more_rarely_while_others_serve() -> None:
     only_on_demand = Limits(min_on_demand_share=1.0)
     full = candidate("d/n1", 1.0, 1.0, spot=False)
-    cloud = SimulatedCloud([full, DEAR], 1.0, only_on_demand, replace(PACE, least_saving=0.05))
+    cloud = SimulatedCloud([full, DEAR], 1.0, only_on_demand, PaceSection(least_saving=0.05))
     cloud.fails = lambda offer: offer == full.offer
     cloud.run(300.0)
     assert cloud.counts() == {DEAR.offer.name: 1} and cloud.ready() == 1.0, "the next offer serves meanwhile"
@@ -212,7 +213,7 @@ def test_a_launch_that_never_gets_ready_is_stopped_and_counts_as_a_setback() -> 
 def test_the_page_on_activation_lists_every_figure_of_the_pace() -> None:
     page = (Path(__file__).parents[2] / "docs" / "activation.md").read_text(encoding="utf-8")
     table = page[page.index("\n| rule") :].split("\n\n")[0]
-    assert sorted(re.findall(r"\| `(\w+)` \|$", table, re.MULTILINE)) == sorted(each.name for each in fields(Pace))
+    assert sorted(re.findall(r"\| `(\w+)` \|$", table, re.MULTILINE)) == sorted(PaceSection.model_fields)
 
 
 def test_a_machine_that_does_not_drain_is_stopped() -> None:

@@ -9,12 +9,19 @@ import pytest
 
 from clouds.renting import Measured, choose_machines
 from clouds.renting_text import render_renting
+from echo2.capacity.model import required_throughput
 from echo2.capacity.offers import Rental
 from echo2.capacity.plan import make_plan
 from echo2.config import load_config
 
 REPOSITORY = Path(__file__).parent.parent.parent
 PLACES = (f"activation.catalog={REPOSITORY / 'examples/catalog/v8'}", f"model.path={REPOSITORY / 'examples/Qwen3-8B'}")
+EASY_TERMS = (
+    "capacity.learner_step_s=1",
+    "capacity.group_latency_s=1",
+    "capacity.transfer_s=0.1",
+    "capacity.dissemination_fixed_s=0.2",
+)
 H200 = "nebius/eu-north1/gpu-h200-sxm_1gpu-16vcpu-200gb/spot"
 
 
@@ -51,6 +58,15 @@ def test_the_need_is_that_of_the_machines_own_latency():
     assert needs[0] == pytest.approx(needs[1], rel=1e-6), "the guess of [capacity] plays no part"
     longer = renting("activation.completion_tokens=4096", "capacity.learner_step_s=200.0")
     assert longer.activation.selection.violations(longer.activation.demand.needed_groups_per_s) == []
+
+
+def test_machines_that_are_far_faster_than_the_learner_needs_do_not_raise_the_need():
+    made = renting("model.path=tiny", "batch.groups=4", "staleness.bound=2", "activation.completion_tokens=8", *EASY_TERMS)
+    least = required_throughput(made.plan.workload)
+    assert least < made.activation.demand.groups_per_s < 1.5 * least
+    rates = [candidate.effective_groups_per_s for candidate, _ in made.activation.selection.chosen]
+    assert min(rates) > 100 * least and sum(count for _, count in made.activation.selection.chosen) == 2, "one in each zone"
+    assert made.simulated.utilisation >= made.plan.target_utilisation
 
 
 def test_every_limit_of_the_configuration_reaches_the_choice():
@@ -115,6 +131,29 @@ def test_an_impossible_plan_says_what_stands_in_the_way_and_what_would_help():
     text = render_renting(renting("activation.budget_usd_per_hour=4.0"))
     assert "No plan: no choice among 112 offers gives" in text and "within 4 USD/h, 50 % in one zone" in text
     assert "USD/h in place of 4" in text and "groups/s in place of" in text
+    assert text.count("no choice among 112 offers") == 1, "once, and not for each offer"
+
+
+def test_where_no_pool_reaches_the_target_the_need_says_what_it_is_for_and_what_is_short():
+    made = renting("capacity.learner_step_s=20")
+    text = " ".join(render_renting(made).split())
+    assert not made.need.reachable and made.need.prediction.binding.name == "freshness"
+    assert "97 % is out of reach of any pool with their latency; this gives the best, " in text
+    assert "target 97 % is missed: freshness is short, and more machines do not help" in text
+    assert "groups/s for 97 % utilisation, and 5 % more" in " ".join(render_renting(renting()).split())
+
+
+def test_a_narrow_share_of_one_zone_is_relaxed_until_the_plan_is_of_the_size_of_the_need():
+    activation = renting("activation.max_domain_share=0.02").activation
+    (relaxation,) = (each for each in activation.relaxations if each.name == "the share of one zone")
+    assert relaxation.selection.groups_per_s <= 2 * activation.demand.needed_groups_per_s
+
+
+def test_no_plan_is_exit_code_2_after_all_tables():
+    done = echo2("plan", "examples/rented.toml", "activation.budget_usd_per_hour=4.0")
+    assert done.returncode == 2 and "No plan: " in done.stdout and "no plan keeps to the limits  112" in done.stdout
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("echo2: no machines of examples/catalog/v8 can be rented for run rented")
 
 
 def test_the_command_prints_plan_and_machines_and_names_the_catalog_by_option_too():
@@ -128,6 +167,7 @@ def test_the_command_prints_plan_and_machines_and_names_the_catalog_by_option_to
 def test_bad_input_is_refused_in_one_line(tmp_path):
     assert "no folder" in refusal("--catalog", str(tmp_path / "none"))
     assert "no CLOUD/vms.csv" in refusal("--catalog", str(tmp_path))
+    assert "'nosuch/offer' is no offer of catalog" in refusal("activation.learner_offer=nosuch/offer")
     assert "accelerator 'H10O'" in refusal("activation.quotas=[{cloud='aws', accelerator='H10O', accelerators=1}]")
     assert "activation.quotas.0.accelerators" in refusal("activation.quotas=[{cloud='aws', accelerators=-1}]")
     assert "config.json cannot be read" in refusal(f"model.path={tmp_path}")

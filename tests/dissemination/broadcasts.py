@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+from patience import wait_until
 
 from echo2.dissemination.broadcast.peer import Peer
 from echo2.dissemination.broadcast.source import Source
@@ -34,14 +35,6 @@ while True:
 def snapshot(version: int, total_bytes: int) -> tuple[Manifest, bytes]:
     payload = random.Random(version).randbytes(total_bytes)
     return sign(describe(payload, RUN_ID, version, CHUNK_BYTES), signing_key(TOKEN)), payload
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    """Raises AssertionError if the condition does not come true in time."""
-    end_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end_s, "it did not come true in time"
-        time.sleep(0.005)
 
 
 def spoil(peer: Peer, change: Callable[..., None]) -> None:
@@ -78,7 +71,7 @@ class Fleet:
 
     def wait_connected(self) -> None:
         count = len(self.peers) + len(self.processes)
-        until(lambda: len(self.source.workers) == count and all(peer.peers >= count - 1 for peer in self.peers))
+        wait_until(lambda: len(self.source.workers) == count and all(peer.peers >= count - 1 for peer in self.peers))
 
     def kinds(self, culprit: str) -> set[str]:
         return {event.kind for event in self.source.events if event.culprit == culprit}

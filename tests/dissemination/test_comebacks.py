@@ -5,7 +5,8 @@ import threading
 import time
 from contextlib import contextmanager
 
-from broadcasts import CHUNK_BYTES, MB, RUN_ID, TOKEN, fleet, flip_a_bit, snapshot, spoil, until
+from broadcasts import CHUNK_BYTES, MB, RUN_ID, TOKEN, fleet, flip_a_bit, snapshot, spoil
+from patience import wait_until
 
 from echo2.dissemination.broadcast.cipher import TAG_BYTES
 from echo2.dissemination.broadcast.source import Source
@@ -20,7 +21,7 @@ def restarted(run, *under_way, **options):
     run.source = Source(RUN_ID, TOKEN, host="127.0.0.1", port=port, **options)
     run.source.start()
     broadcast = run.source.broadcast(*under_way) if under_way else None
-    until(lambda: len(run.source.workers) == len(run.peers))
+    wait_until(lambda: len(run.source.workers) == len(run.peers))
     yield broadcast
     # `fleet` stops only the source that it started.
     run.source.stop()
@@ -34,7 +35,7 @@ def test_workers_keep_their_numbers_and_connections_and_culprits_their_names_whe
     with fleet(4) as run:
         before = numbers(run)
         run.peers.pop(0).stop()
-        until(lambda: len(run.source.workers) == 3)
+        wait_until(lambda: len(run.source.workers) == 3)
         links = [dict(peer._links) for peer in run.peers]
         with restarted(run, pacer=Pacer(8 * MB)):
             assert numbers(run) == {name: number for name, number in before.items() if name != "w0"}
@@ -51,7 +52,7 @@ def test_a_broadcast_that_a_restart_cut_short_goes_on_where_it_was():
     sealed_bytes = len(payload) + TAG_BYTES * manifest.chunk_count
     with fleet(3, uplink_bytes_per_s=4 * MB) as run:
         run.source.broadcast(manifest, payload)
-        until(lambda: all(peer.received_bytes > 1.5 * MB for peer in run.peers))
+        wait_until(lambda: all(peer.received_bytes > 1.5 * MB for peer in run.peers))
         with restarted(run, manifest, payload) as broadcast:
             broadcast.wait(10)
             assert all(bytes(peer.wait(1).payload) == payload for peer in run.peers)
@@ -79,11 +80,11 @@ def test_what_a_worker_saw_while_the_source_was_away_is_told_when_it_is_back():
     with fleet(2) as run:
         port, (witness, culprit) = run.source.address[1], run.peers
         run.source.stop()
-        until(lambda: not witness.connected)
+        wait_until(lambda: not witness.connected)
         witness._loop.call_soon_threadsafe(witness._exchange._report, "corrupt", culprit._number, 1, "chunk 3: changed")
         run.source = Source(RUN_ID, TOKEN, host="127.0.0.1", port=port)
         run.source.start()
-        until(lambda: run.kinds("w1") == {"corrupt"})
+        wait_until(lambda: run.kinds("w1") == {"corrupt"})
         run.source.stop()
 
 
@@ -115,7 +116,7 @@ def test_a_receiver_that_stalls_for_a_while_gets_nobody_blamed():
     manifest, payload = snapshot(1, 8 * MB)
     with fleet(4, uplink_bytes_per_s=4 * MB) as run:
         broadcast = run.source.broadcast(manifest, payload)
-        until(lambda: run.peers[0].received_bytes > MB)
+        wait_until(lambda: run.peers[0].received_bytes > MB)
         run.peers[0]._loop.call_soon_threadsafe(time.sleep, 2.5)
         broadcast.wait(20)
         assert {event.kind for event in run.source.events} <= {"stalled"}
@@ -125,7 +126,7 @@ def test_a_receiver_that_stalls_for_a_while_gets_nobody_blamed():
 def test_a_worker_that_is_stuck_keeps_no_later_version_from_those_that_the_source_alone_can_serve():
     with fleet(0) as run:
         hidden = [run.add("stuck", serving=False), run.add("well", serving=False)]
-        until(lambda: len(run.source.workers) == 2)
+        wait_until(lambda: len(run.source.workers) == 2)
         hidden[0]._loop.call_soon_threadsafe(time.sleep, 5.0)
         for version in (1, 2):
             manifest, payload = snapshot(version, 16 * MB)

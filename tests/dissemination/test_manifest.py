@@ -7,7 +7,7 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo2.dissemination.manifest import Manifest, describe, parse_manifest, sign, signing_key, verify
+from echo2.dissemination.manifest import Manifest, Probe, describe, parse_manifest, sign, signing_key, verify
 from echo2.errors import SnapshotError
 
 KEY = signing_key("secret")
@@ -57,6 +57,7 @@ def test_a_signed_manifest_survives_the_wire() -> None:
         {"weights_digest": "00" * 32},
         {"payload_digest": "00" * 32},
         {"created_unix_s": 0.0},
+        {"probe": Probe(token_ids=(1, 2), log_probs=(-0.5,))},
         {"signature": ""},
         {"signature": "é"},
     ],

@@ -4,6 +4,7 @@ import random
 import time
 
 from buckets import CHUNK_BYTES, MB, TOKEN, Learner, all_keys, full_key, keys, never, settings, warnings, weights_of
+from patience import wait_until
 
 from echo2.dissemination.object_store import arrivals as arrivals_module
 from echo2.dissemination.object_store.arrivals import ObjectStoreArrivals
@@ -156,8 +157,6 @@ def test_a_worker_process_trains_by_way_of_the_bucket(server, s3, make_run, serv
     for version in (0, 1):
         publisher.publish(Export(version, lambda version=version: weights_of(version)))
         client.announce(version)
-        end_s = time.monotonic() + 30
-        while not client.await_receivers(version, 1.0)[0]:
-            assert time.monotonic() < end_s, (tmp_path / "a.log").read_text()
+        wait_until(lambda version=version: client.await_receivers(version, 1.0)[0])
     assert told == []
     assert "fetched from the hub" not in (tmp_path / "a.log").read_text()

@@ -3,7 +3,8 @@
 import time
 
 import pytest
-from broadcasts import CHUNK_BYTES, MB, RUN_ID, TOKEN, fleet, snapshot, until
+from broadcasts import CHUNK_BYTES, MB, RUN_ID, TOKEN, fleet, snapshot
+from patience import wait_until
 
 from echo2.dissemination.broadcast.peer import Peer
 from echo2.dissemination.manifest import describe, sign, signing_key
@@ -62,7 +63,7 @@ def test_workers_that_nobody_can_connect_to_receive_and_serve_nothing():
     manifest, payload = snapshot(1, 4 * MB)
     with fleet(2, uplink_bytes_per_s=10 * MB) as run:
         hidden = [run.add("h0", serving=False), run.add("h1", serving=False)]
-        until(lambda: all(peer.peers == 2 for peer in hidden))
+        wait_until(lambda: all(peer.peers == 2 for peer in hidden))
         run.source.broadcast(manifest, payload).wait(20)
         assert all(bytes(peer.wait(1).payload) == payload for peer in run.peers)
         assert [peer.forwarded_bytes for peer in hidden] == [0, 0]
@@ -73,7 +74,7 @@ def test_only_unreachable_workers_are_served_by_the_source():
     manifest, payload = snapshot(1, MB)
     with fleet(0) as run:
         hidden = [run.add("h0", serving=False), run.add("h1", serving=False)]
-        until(lambda: len(run.source.workers) == 2)
+        wait_until(lambda: len(run.source.workers) == 2)
         run.source.broadcast(manifest, payload).wait(20)
         assert all(bytes(peer.wait(1).payload) == payload for peer in hidden)
 
@@ -118,7 +119,7 @@ def test_a_worker_whose_connection_to_the_source_breaks_goes_on_where_it_was():
         time.sleep(0.5)
         run.source.remove("w1")
         broadcast.wait(20)
-        until(lambda: len(run.source.workers) == 3)
+        wait_until(lambda: len(run.source.workers) == 3)
         assert all(bytes(peer.wait(10).payload) == payload for peer in run.peers)
         assert sum(peer.duplicate_bytes for peer in run.peers) <= 3 * CHUNK_BYTES
 

@@ -8,7 +8,8 @@ import time
 from contextlib import suppress
 
 import pytest
-from broadcasts import CHUNK_BYTES, MB, RUN_ID, TOKEN, fleet, flip_a_bit, snapshot, spoil, until
+from broadcasts import CHUNK_BYTES, MB, RUN_ID, TOKEN, fleet, flip_a_bit, snapshot, spoil
+from patience import wait_until
 
 from echo2.dissemination.broadcast.peer import Peer
 from echo2.dissemination.broadcast.relay import Credit
@@ -52,6 +53,7 @@ def test_a_relay_that_stalls_is_passed_over_within_two_seconds_and_finishes_when
         time.sleep(0.5)
         sleeper.send_signal(signal.SIGSTOP)
         assert all(bytes(peer.wait(3.5).payload) == payload for peer in run.peers)
+        wait_until(lambda: "stalled" in run.kinds("sleeper"))
         stalls = [event for event in run.source.events if event.kind == "stalled"]
         assert {(event.culprit, event.reporter) for event in stalls} == {("sleeper", "source")}, "nobody asks it for anything"
         sleeper.send_signal(signal.SIGCONT)
@@ -114,7 +116,7 @@ def test_a_relay_that_replays_a_broadcast_that_is_over_is_named(monkeypatch):
         manifest, payload = snapshot(3, 2 * MB)
         run.source.broadcast(manifest, payload).wait(10)
         assert all(bytes(peer.wait(1).payload) == payload for peer in run.peers)
-        until(lambda: "replayed" in run.kinds("w0"))
+        wait_until(lambda: "replayed" in run.kinds("w0"))
 
 
 def test_a_relay_that_claims_to_have_forwarded_what_it_kept_is_named():
@@ -160,7 +162,7 @@ def test_who_holds_another_token_or_is_of_another_run_is_refused_by_source_and_w
     with fleet(2) as run:
         stranger = Peer(run_id, token, "stranger", run.source.address, host="127.0.0.1")
         stranger.start()
-        until(lambda: "refused" in run.kinds("127.0.0.1"))
+        wait_until(lambda: "refused" in run.kinds("127.0.0.1"))
         run.source.broadcast(manifest, payload).wait(10)
         with pytest.raises(WaitTimeout, match="closed the connection before both had proved their token"):
             stranger.wait(0.3)
@@ -227,7 +229,7 @@ def test_a_connection_between_two_workers_that_breaks_costs_nobody_a_chunk():
         record = broadcast.wait(10)
         assert all(bytes(peer.wait(1).payload) == payload for peer in run.peers)
         assert record.last_s < 4.0
-        until(lambda: all(peer.peers == 2 for peer in run.peers))
+        wait_until(lambda: all(peer.peers == 2 for peer in run.peers))
 
 
 def test_workers_go_on_without_the_source_when_together_they_have_everything():
@@ -235,8 +237,8 @@ def test_workers_go_on_without_the_source_when_together_they_have_everything():
     with fleet(3) as run:
         run.source.broadcast(manifest, payload).wait(10)
         late = run.add("late")
-        until(lambda: late.peers == 3)
-        until(lambda: len(late._exchange._receptions) == 1)
+        wait_until(lambda: late.peers == 3)
+        wait_until(lambda: len(late._exchange._receptions) == 1)
         run.source.stop()
         assert bytes(late.wait(10).payload) == payload
 
@@ -245,8 +247,8 @@ def test_a_worker_that_announces_an_oversized_chunk_is_cut_off():
     with fleet(2) as run:
         link = next(iter(run.peers[0]._links.values()))
         run.peers[0]._loop.call_soon_threadsafe(link._socket.send, HEADER.pack(Kind.CHUNK, 0, MAX_DATA_BYTES + 1, 1))
-        until(lambda: link.closed)
-        until(lambda: [peer.peers for peer in run.peers] == [1, 1])
+        wait_until(lambda: link.closed)
+        wait_until(lambda: [peer.peers for peer in run.peers] == [1, 1])
 
 
 def test_a_worker_that_sends_nonsense_to_the_source_loses_its_connection_and_no_more():
@@ -257,9 +259,9 @@ def test_a_worker_that_sends_nonsense_to_the_source_loses_its_connection_and_no_
         for kind in (Kind.CREDIT, Kind.DONE, Kind.REPORT):
             peer = run.peers[0]
             peer._loop.call_soon_threadsafe(peer._exchange.source.send, kind, number, 0, b"xyz")
-            until(lambda: len(run.source.workers) == 2)
-            until(lambda: len(run.source.workers) == 3 and run.peers[0].connected)
+            wait_until(lambda: len(run.source.workers) == 2)
+            wait_until(lambda: len(run.source.workers) == 3 and run.peers[0].connected)
         assert sum(event.kind == "malformed" for event in run.source.events) == 3
         newer, other = snapshot(2, MB)
         run.source.broadcast(newer, other).wait(10)
-        until(lambda: all(peer.take() is not None for peer in run.peers[1:]))
+        wait_until(lambda: all(peer.take() is not None for peer in run.peers[1:]))

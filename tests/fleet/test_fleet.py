@@ -9,7 +9,7 @@ import pytest
 from clouds.fleet import HOPELESS_DEATHS, Fleet, WorkerBackend
 from clouds.local import LocalBackend
 from echo2.capacity.offers import Offer
-from echo2.errors import UserError
+from echo2.errors import ConfigError, UserError
 
 
 class Clock:
@@ -49,6 +49,7 @@ class FakeHub:
 
     def __init__(self):
         self.open, self.closed, self.events, self.away = [], [], [], False
+        self.spent_usd = lambda: 0.0
 
     def open_interval(self, name, offer, price_usd_per_hour):
         self._answer()
@@ -61,6 +62,10 @@ class FakeHub:
     def note(self, kind, subject, detail):
         self._answer()
         self.events.append((kind, subject, detail))
+
+    def cost_usd(self):
+        self._answer()
+        return self.spent_usd()
 
     def _answer(self):
         if self.away:
@@ -137,6 +142,31 @@ def test_nothing_is_launched_after_the_stop(parts):
     assert backend.there == set()
 
 
+@pytest.mark.parametrize("away_from_s", [float("inf"), 100.0], ids=["the hub answers", "the hub goes away"])
+def test_a_budget_ends_the_fleet_just_before_it_would_be_exceeded(parts, away_from_s):
+    _, backend, hub, clock = parts
+    # Two workers at 1.5 USD/h spend 3 USD in an hour.
+    fleet = Fleet(backend, hub, 2, restart_backoff_s=1.0, budget_usd=3.0, clock=clock)
+    hub.spent_usd = lambda: 3.0 * clock.now / 3600
+    ended_s = None
+    for second in range(4000):
+        clock.now = float(second)
+        hub.away = second >= away_from_s
+        fleet.reconcile()
+        if not backend.there and ended_s is None:
+            ended_s = second
+    assert 3550 <= ended_s <= 3580, "in time to end every worker, and no sooner"
+    assert "budget_usd = 3" in fleet.over_budget and backend.launches == ["worker-0", "worker-1"]
+
+
+def test_a_spent_budget_launches_nothing(parts):
+    _, backend, hub, clock = parts
+    hub.spent_usd = lambda: 3.1
+    fleet = Fleet(backend, hub, 2, restart_backoff_s=1.0, budget_usd=3.0, clock=clock)
+    fleet.reconcile()
+    assert backend.launches == [] and fleet.over_budget
+
+
 def ending_of_a_local_worker(folder, hub_url, notice=None):
     """How a worker process ended, by itself or with a signal from outside."""
     backend = LocalBackend(hub_url, "token", folder, threads=1, price_usd_per_hour=0.0)
@@ -152,6 +182,18 @@ def ending_of_a_local_worker(folder, hub_url, notice=None):
 def test_a_local_worker_that_was_killed_is_told_by_its_signal_and_not_by_its_last_line(tmp_path):
     assert ending_of_a_local_worker(tmp_path, "http://127.0.0.1:9", signal.SIGKILL) == "killed by SIGKILL"
     assert ending_of_a_local_worker(tmp_path, "http://127.0.0.1:9", signal.SIGRTMIN + 1) == "killed by signal 35"
+
+
+def test_local_workers_can_have_a_python_of_their_own(tmp_path):
+    own = tmp_path / "python"
+    own.write_text('#!/bin/sh\necho "$@"\n')
+    with pytest.raises(ConfigError, match=f"fleet.python = '{own}'"):
+        LocalBackend("http://127.0.0.1:9", "token", tmp_path, threads=1, price_usd_per_hour=0.0, python=str(own))
+    own.chmod(0o755)
+    backend = LocalBackend("http://127.0.0.1:9", "token", tmp_path, threads=1, price_usd_per_hour=0.0, python=str(own))
+    backend.launch("w")
+    assert backend._processes["w"].wait(30) == 0
+    assert (tmp_path / "w.log").read_text().startswith("-m echo2 worker --hub http://127.0.0.1:9 --name w")
 
 
 def test_a_local_worker_that_ended_itself_is_told_by_its_exit_code_and_last_words(tmp_path):

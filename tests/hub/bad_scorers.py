@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 
 from echo2.tasks import Score, Task
 
@@ -53,3 +54,14 @@ class AllFail(BadScorer):
 class Unmakeable(BadScorer):
     def __init__(self, seed):
         raise OSError("the data set is gone")
+
+
+class HangsOnce(BadScorer):
+    """Its first process never gets as far as scoring."""
+
+    def __init__(self, seed):
+        super().__init__(seed)
+        first = Path(os.environ["FIRST_START"])
+        if not first.exists():
+            first.write_text(str(os.getpid()))
+            time.sleep(600)

@@ -3,6 +3,7 @@
 import time
 
 import pytest
+from patience import wait_until
 
 from echo2.dissemination.manifest import signing_key
 from echo2.dissemination.receiver import receive
@@ -41,10 +42,7 @@ def test_a_worker_that_is_told_to_leave_while_it_fetches_the_base_leaves_in_orde
     SnapshotStore(run.base, run.run_id, run.token).publish(0, WEIGHTS, run.config.dissemination.chunk_bytes)
     _, client = serve(run)
     worker = start_worker(client, run.token)
-    deadline = time.monotonic() + 30
-    while not client.live_workers():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(client.live_workers)
     time.sleep(1.0)
     worker.terminate()
     assert worker.wait(20) == 0

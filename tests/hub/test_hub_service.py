@@ -7,16 +7,21 @@ import sqlite3
 import threading
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import numpy as np
 import psutil
 import pytest
+from patience import wait_until
 
 from echo2.errors import UserError
 from echo2.hub.client import HubClient, HubUnavailable
 from echo2.protocol import GroupRollouts, Rollout, Telemetry
+from echo2.report import render_status
+from echo2.rollout.outbox import Outbox
+from echo2.rollout.spool import Spool
 
 HERE = str(Path(__file__).parent)
 FEW = ("batch.groups=2", "batch.members=2", "run.steps=6", "sampling.max_completion_tokens=4")
@@ -37,13 +42,6 @@ def join(client, name="w", version=0, snapshot_id=None):
     return worker_id
 
 
-def wait_until(condition, timeout_s=20.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
-
-
 def test_every_route_but_health_wants_the_token(make_run, serve):
     _, client = serve(make_run(*FEW))
     assert httpx.get(f"{client.url}/health").status_code == 200
@@ -52,6 +50,23 @@ def test_every_route_but_health_wants_the_token(make_run, serve):
     stranger = HubClient(client.url, "wrong", patience_s=1.0)
     with pytest.raises(UserError, match="ECHO2_TOKEN"):
         stranger.register("w")
+
+
+@pytest.mark.parametrize("token", ["", " t", "t ", "t\n", "a\nb", "a\0b", "é"])
+def test_a_token_that_no_request_can_carry_is_refused_before_any(token):
+    with pytest.raises(UserError, match=r"its token cannot be sent \(.+\): check both"):
+        HubClient("http://127.0.0.1:1", token)
+
+
+def test_of_a_worker_that_has_not_generated_yet_nothing_is_made_up(make_run, serve):
+    run = make_run(*FEW)
+    _, client = serve(run)
+    worker_id = client.register("w").worker_id
+    client.heartbeat(worker_id, Telemetry())
+    status = client.status()
+    assert status["workers"][0]["version"] is None
+    assert status["workers"][0]["latency_s"] == {"p50": None, "p90": None, "p99": None}
+    assert f"| {worker_id} | live | – | 0 | 0 |" in render_status(status)
 
 
 def test_damaged_and_oversized_bodies_are_refused_and_change_nothing(make_run, serve, publish):
@@ -68,6 +83,18 @@ def test_damaged_and_oversized_bodies_are_refused_and_change_nothing(make_run, s
     unsized = httpx.post(url, content=iter([b"x"]), headers=headers)
     assert unsized.status_code == 411
     assert client.status()["groups"] == before
+
+
+def test_each_of_several_groups_in_one_body_has_a_verdict_of_its_own(make_run, serve, publish):
+    run = make_run(*FEW)
+    _, client = serve(run)
+    worker_id = join(client, snapshot_id=publish(run, client, 0))
+    first, second = (group_of(lease) for lease in client.lease(worker_id, 2, wait_s=5.0).leases)
+    never_leased = replace(second, attempt=7)
+    broken = replace(second, rollouts=(replace(second.rollouts[0], log_probs=second.rollouts[0].log_probs + 9.0),))
+    found = client.post(worker_id, [first, never_leased, first, broken, second])
+    assert [found[0], found[2], found[4]] == ["accepted", "duplicate", "accepted"]
+    assert "was never leased" in str(found[1]) and "log-probability" in str(found[3])
 
 
 def test_a_worker_without_a_snapshot_gets_no_lease(make_run, serve, publish):
@@ -93,7 +120,7 @@ def test_a_batch_comes_when_its_groups_are_scored(make_run, serve, publish):
     _, client = serve(run)
     worker_id = join(client, snapshot_id=publish(run, client, 0))
     for lease in client.lease(worker_id, 2, wait_s=5.0).leases:
-        assert client.post(worker_id, group_of(lease)) == "accepted"
+        assert client.post(worker_id, [group_of(lease)]) == ["accepted"]
     batch = client.take_batch(0)
     assert [g.group_id for g in batch.groups] == [0, 1]
     assert all(len(g.members) == 2 and g.prompt_token_ids for g in batch.groups)
@@ -109,13 +136,13 @@ def test_an_accepted_rollout_survives_kill_9_of_the_hub(make_run, serve, publish
     process, client = serve(run)
     worker_id = join(client, snapshot_id=publish(run, client, 0))
     leases = client.lease(worker_id, 2, wait_s=5.0).leases
-    assert client.post(worker_id, group_of(leases[0])) == "accepted"
+    assert client.post(worker_id, [group_of(leases[0])]) == ["accepted"]
     os.kill(process._process.pid, signal.SIGKILL)
     wait_until(lambda: process._process.poll() is not None)
     time.sleep(1.0)
     process.keep_alive()
-    assert client.post(worker_id, group_of(leases[0])) == "duplicate"
-    assert client.post(worker_id, group_of(leases[1])) == "accepted"
+    assert client.post(worker_id, [group_of(leases[0])]) == ["duplicate"]
+    assert client.post(worker_id, [group_of(leases[1])]) == ["accepted"]
     assert [g.group_id for g in client.take_batch(0).groups] == [0, 1]
 
 
@@ -152,7 +179,7 @@ def test_a_silent_worker_is_lost_and_its_leases_go_to_another(make_run, serve, p
     snapshot_id = publish(run, client, 0)
     silent = join(client, "silent", snapshot_id=snapshot_id)
     taken = client.lease(silent, 2, wait_s=5.0).leases
-    wait_until(lambda: not client.status()["workers"])
+    wait_until(lambda: not client.live_workers())
     other = join(client, "other", snapshot_id=snapshot_id)
     again = client.lease(other, 2, wait_s=5.0).leases
     assert [lease.group_id for lease in again] == [lease.group_id for lease in taken]
@@ -174,7 +201,11 @@ def test_simulated_workers_fill_batches_and_follow_versions(make_run, serve, pub
     for worker in workers:
         worker.send_signal(signal.SIGTERM)
     assert [worker.wait(20) for worker in workers] == [0, 0]
-    assert client.status()["workers"] == []
+    assert client.live_workers() == []
+    status = client.status()
+    assert [(w["state"], w["reason"]) for w in status["workers"]] == [("left", "it was told to end")] * 2
+    generated = sum(count for state, count in status["groups"].items() if state != "leased")
+    assert sum(w["groups"] for w in status["workers"]) == generated, "what they generated until the end is told"
 
 
 def test_a_worker_goes_straight_to_the_newest_version(make_run, serve, publish, start_worker):
@@ -183,7 +214,7 @@ def test_a_worker_goes_straight_to_the_newest_version(make_run, serve, publish, 
     for version in range(4):
         publish(run, client, version)
     start_worker(client, run.token)
-    wait_until(lambda: client.status()["workers"])
+    wait_until(client.live_workers)
     loaded, late = client.await_receivers(3, 30.0)
     assert (len(loaded), late) == (1, [])
     assert client.status()["versions_disseminated"] == 1
@@ -212,7 +243,7 @@ def test_a_worker_without_a_hub_ends_by_itself(make_run, serve, publish, start_w
     run = make_run(*FEW, "worker.orphan_timeout_s=2")
     process, client = serve(run)
     worker = start_worker(client, run.token)
-    wait_until(lambda: client.status()["workers"])
+    wait_until(client.live_workers)
     process.stop()
     assert worker.wait(60) == 2
     assert "out of reach" in (tmp_path / "w.log").read_text()
@@ -255,7 +286,7 @@ def test_a_hub_whose_scoring_is_killed_goes_on(make_run, serve, publish):
     for lease in client.lease(worker_id, 2, wait_s=5.0).leases:
         for child in psutil.Process(process._process.pid).children(recursive=True):
             child.kill()
-        client.post(worker_id, group_of(lease))
+        client.post(worker_id, [group_of(lease)])
         time.sleep(0.5)
     assert len(client.take_batch(0, lambda: process.keep_alive()).groups) == 2
 
@@ -278,7 +309,7 @@ def test_workers_end_by_themselves_when_the_last_step_is_done(make_run, serve, p
     client.take_batch(0)
     client.commit(0, {}, 0)
     assert worker.wait(20) == 0
-    assert "the run has ended" in (tmp_path / "w.log").read_text()
+    assert "no more for it to do" in (tmp_path / "w.log").read_text()
 
 
 def test_a_worker_takes_only_settings_of_its_own(start_worker, make_run, serve, tmp_path):
@@ -295,3 +326,22 @@ def test_a_worker_that_never_loads_a_version_is_named_in_time(make_run, serve, p
     began = time.monotonic()
     assert client.await_receivers(0, timeout_s=1.0) == ([], [idle])
     assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("most_bytes", [1_000_000, 1_000])
+def test_groups_that_wait_in_a_workers_outbox_are_all_handed_in(make_run, serve, publish, tmp_path, most_bytes):
+    run = make_run("batch.groups=8", "batch.members=2", "run.steps=2", f"hub.max_body_bytes={most_bytes}")
+    _, client = serve(run)
+    worker_id = join(client, snapshot_id=publish(run, client, 0))
+    groups = [group_of(lease) for lease in client.lease(worker_id, 8, wait_s=5.0).leases]
+    requests = []
+    client.post = lambda *arguments: requests.append(arguments) or HubClient.post(client, *arguments)
+    outbox = Outbox(client, Spool(tmp_path, run.run_id, "w"), "w")
+    outbox.put(worker_id, replace(groups[0], attempt=9))
+    for group in groups:
+        outbox.put(worker_id, group)
+    outbox.start()
+    outbox.close(20.0)
+    generated = client.status()["groups"]
+    assert sum(generated.values()) - generated.get("leased", 0) == 8
+    assert (len(requests) == 1) == (most_bytes == 1_000_000), "together where the hub takes so much"

@@ -7,6 +7,7 @@ from echo2.errors import UserError
 from echo2.hub.database import Database
 from echo2.hub.group_book import LedgerRules
 from echo2.hub.ledger import Ledger, MemberScore
+from echo2.hub.statistics import Statistics
 from echo2.protocol import BodyError, GroupRollouts, Rollout, RolloutFailure
 
 RULES = LedgerRules(
@@ -145,10 +146,123 @@ def test_a_score_that_failed_leaves_its_member_out(ledger):
 def test_handed_in_members_are_kept_and_only_the_rest_is_leased_again(ledger):
     lease = ledger.lease("w", 0, 1)[0]
     assert ledger.post("w", GroupRollouts(lease.group_id, lease.attempt, (rollout(1),))) == "part"
+    assert ledger.return_leases("w", [lease.group_id]) == 1
     again = ledger.lease("v", 0, 1)[0]
     assert (again.group_id, again.members) == (lease.group_id, (0, 2))
     assert ledger.post("v", whole_group(again)) == "accepted"
     assert [m.worker_id for m in ledger.rollouts_of(lease.group_id)] == ["v", "w", "v"]
+    outcomes = [r["outcome"] for r in ledger._db.rows("SELECT outcome FROM attempts ORDER BY attempt")]
+    assert outcomes == ["part", "posted"]
+
+
+def hand_in(ledger, worker, lease, *parts):
+    return ledger.post(worker, GroupRollouts(lease.group_id, lease.attempt, parts))
+
+
+def part(member, start, tokens, version=0, end=False, log_prob=-0.5):
+    """Tokens that say their place."""
+    return Rollout(
+        member,
+        np.arange(start, start + tokens, dtype=np.int32),
+        np.full(tokens, log_prob, np.float32),
+        np.full(tokens, version, np.int32),
+        "stop" if end else None,
+        start,
+    )
+
+
+def test_what_was_handed_in_is_gone_on_from_with_its_log_probs_and_versions(ledger):
+    first = ledger.lease("w", 0, 1)[0]
+    assert hand_in(ledger, "w", first, part(0, 0, 5, log_prob=-1.0), part(1, 0, 3, end=True)) == "part"
+    assert hand_in(ledger, "w", first, part(0, 5, 2, log_prob=-2.0), part(2, 0, 4)) == "part"
+    ledger.reopen_leases_of("w")
+    ledger.announce(1)
+    second = ledger.lease("v", 1, 1)[0]
+    assert (second.members, second.prefixes) == ((0, 2), {0: tuple(range(7)), 2: tuple(range(4))})
+    assert hand_in(ledger, "v", second, part(0, 7, 3, version=1, end=True), part(2, 4, 1, version=1, end=True)) == "accepted"
+    members = {m.rollout.member: m.rollout for m in ledger.rollouts_of(first.group_id)}
+    assert members[0].token_ids.tolist() == list(range(10))
+    assert members[0].log_probs.tolist() == [-1.0] * 5 + [-2.0] * 2 + [-0.5] * 3
+    assert members[0].versions.tolist() == [0] * 7 + [1] * 3
+    assert (members[0].start, members[0].finish_reason) == (0, "stop")
+    assert [len(members[m].token_ids) for m in range(3)] == [10, 3, 5]
+    row = ledger._db.row("SELECT * FROM groups WHERE group_id = ?", first.group_id)
+    assert (row["oldest_version"], row["tokens"]) == (0, 18)
+    kept = [(r["tokens"], r["wasted_tokens"], r["outcome"]) for r in ledger._db.rows("SELECT * FROM attempts ORDER BY attempt")]
+    assert kept == [(14, 0, "lost"), (4, 0, "posted")]
+    assert ledger._db.value("SELECT COUNT(*) FROM parts") == 0
+
+
+def test_a_part_that_is_sent_again_counts_once(ledger):
+    lease = ledger.lease("w", 0, 1)[0]
+    for _ in range(2):
+        assert hand_in(ledger, "w", lease, part(0, 0, 5)) == "part"
+    assert hand_in(ledger, "w", lease, part(0, 3, 4)) == "part"
+    ledger.return_leases("w", [lease.group_id])
+    assert ledger.lease("v", 0, 1)[0].prefixes == {0: tuple(range(7))}
+    assert ledger._db.value("SELECT tokens FROM groups") == 7
+    assert ledger._db.value("SELECT SUM(wasted_tokens) FROM attempts") == 0
+
+
+def test_handing_in_keeps_the_lease(ledger, clock):
+    lease = ledger.lease("w", 0, 1)[0]
+    for number in range(5):
+        clock.now += 50
+        assert hand_in(ledger, "w", lease, part(0, number, 1)) == "part"
+        assert ledger.reopen_overdue() == 0
+    clock.now += 61
+    assert ledger.reopen_overdue() == 1
+
+
+def test_an_overtaken_attempt_adds_no_parts_but_may_bring_the_end_first(ledger, clock):
+    slow = ledger.lease("slow", 0, 1)[0]
+    assert hand_in(ledger, "slow", slow, part(0, 0, 4), part(1, 0, 2), part(2, 0, 2)) == "part"
+    clock.now += 61
+    quick = ledger.lease("quick", 0, 1)[0]
+    assert hand_in(ledger, "slow", slow, part(0, 4, 3)) == "late"
+    assert hand_in(ledger, "quick", quick, part(0, 4, 1)) == "part"
+    # Of member 0 the newer attempt has gone on; member 1 is as the older one left it.
+    assert hand_in(ledger, "slow", slow, part(0, 4, 9, end=True), part(1, 2, 9, end=True)) == "part"
+    assert (
+        hand_in(ledger, "quick", quick, part(0, 5, 1, end=True), part(1, 2, 3, end=True), part(2, 2, 1, end=True)) == "accepted"
+    )
+    assert [len(m.rollout.token_ids) for m in ledger.rollouts_of(slow.group_id)] == [6, 11, 3]
+    counts = [(r["tokens"], r["wasted_tokens"]) for r in ledger._db.rows("SELECT * FROM attempts ORDER BY attempt")]
+    assert counts == [(8 + 9, 3 + 9), (3, 3)]
+    assert Statistics(ledger._db).wasted_tokens() == {"late": 15}
+
+
+def test_a_gap_is_never_filled_with_nothing(ledger):
+    lease = ledger.lease("w", 0, 1)[0]
+    assert hand_in(ledger, "w", lease, part(0, 0, 2)) == "part"
+    assert hand_in(ledger, "w", lease, part(0, 3, 2), part(1, 1, 2, end=True)) == "part"
+    ledger.return_leases("w", [lease.group_id])
+    again = ledger.lease("v", 0, 1)[0]
+    assert (again.members, again.prefixes) == ((0, 1, 2), {0: (0, 1)})
+
+
+def test_a_member_that_failed_leaves_its_parts_as_waste(ledger):
+    lease = ledger.lease("w", 0, 1)[0]
+    hand_in(ledger, "w", lease, part(0, 0, 6), part(1, 0, 2, end=True), part(2, 0, 2, end=True))
+    failed = GroupRollouts(lease.group_id, lease.attempt, (), (RolloutFailure(member=0, reason="engine"),))
+    assert ledger.post("w", failed) == "accepted"
+    assert ledger.generated_groups() == [lease.group_id]
+    row = ledger._db.row("SELECT * FROM attempts")
+    assert (row["tokens"], row["wasted_tokens"]) == (4, 6)
+    assert ledger._db.value("SELECT tokens FROM groups") == 4
+
+
+def test_a_prefix_that_grew_too_old_takes_its_group_along(ledger):
+    held = ledger.lease("w", 0, 1)[0]
+    hand_in(ledger, "w", held, part(0, 0, 6, version=0))
+    for step in range(2):
+        ledger.announce(step)
+        generate_and_score(ledger, "v", version=step)
+        ledger.batches.assign(step)
+        ledger.batches.commit(step, {}, 0)
+    assert hand_in(ledger, "w", held, part(0, 6, 2, version=1)) == "stale"
+    assert Statistics(ledger._db).wasted_tokens() == {"stale": 2, "expired": 6}
+    assert ledger._db.value("SELECT COUNT(*) FROM parts") == 0
 
 
 def test_returned_leases_do_not_count_against_the_group(ledger):

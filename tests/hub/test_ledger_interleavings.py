@@ -1,14 +1,15 @@
-"""Random interleavings of lease, post, repeat, expiry, evaluation, crash and resume keep the ledger's rules."""
+"""Random interleavings of lease, post, hand-in, repeat, expiry, evaluation, crash and resume keep the ledger's rules."""
 
 import json
 import shutil
 import tempfile
 from pathlib import Path
 
+import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from test_ledger import Clock, rollout
+from test_ledger import Clock
 
 from echo2.capacity.admission import live_group_limit
 from echo2.config_evaluation import EvaluationSection
@@ -16,11 +17,23 @@ from echo2.hub.database import Database
 from echo2.hub.evaluation_groups import FIRST_EVALUATION_GROUP
 from echo2.hub.group_book import LedgerRules
 from echo2.hub.ledger import Ledger, MemberScore
-from echo2.protocol import GroupRollouts
+from echo2.protocol import GroupRollouts, Rollout, decode_rollout
 
 MEMBERS = 2
 TOTAL_STEPS = 8
 WORKERS = ("a", "b", "c")
+
+
+def drawn(member, attempt, start, tokens, version, end):
+    """Tokens that say which attempt drew them, and their place."""
+    return Rollout(
+        member,
+        np.arange(start, start + tokens, dtype=np.int32) + 1000 * attempt,
+        np.full(tokens, -attempt, np.float32),
+        np.full(tokens, version, np.int32),
+        "length" if end else None,
+        start,
+    )
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -37,6 +50,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.held = {worker: [] for worker in WORKERS}
         self.version_of = dict.fromkeys(WORKERS, 0)
         self.sent = []
+        self.handed_in = {}
+        self.begun = {}
         self.acknowledged = {}
         self.batches = {}
         self.checkpoints = [0]
@@ -57,6 +72,11 @@ class LedgerMachine(RuleBasedStateMachine):
         version = self.version_of[worker]
         leases = self.ledger.lease(worker, version, limit)
         self.held[worker] += [(lease, version) for lease in leases]
+        for lease in leases:
+            for member in lease.members:
+                prefix = lease.prefixes.get(member, ())
+                assert [token % 1000 for token in prefix] == list(range(len(prefix)))
+                self.begun[lease.group_id, member, lease.attempt] = len(prefix)
         rules = self.rules_of_run
         limit_of_version = live_group_limit(version, rules.staleness_bound, rules.groups_per_batch, TOTAL_STEPS)
         assert not leases or self.ledger.live_groups() <= limit_of_version
@@ -67,8 +87,30 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         lease, version = self.held[worker].pop(which % len(self.held[worker]))
         members = lease.members[:1] if part else lease.members
-        group = GroupRollouts(lease.group_id, lease.attempt, tuple(rollout(m, version) for m in members))
-        self._send(worker, group)
+        self._send(worker, self._draw(lease, members, version, tokens=4, end=True))
+        if part:
+            self.ledger.return_leases(worker, [lease.group_id])
+
+    @rule(worker=st.sampled_from(WORKERS), which=st.integers(0, 9), part=st.booleans(), tokens=st.integers(1, 3))
+    def hand_in_what_was_drawn(self, worker, which, part, tokens):
+        """The worker goes on, perhaps with a newer version."""
+        if self.held[worker]:
+            which %= len(self.held[worker])
+            lease, version = self.held[worker][which]
+            version = max(version, self.version_of[worker])
+            self.held[worker][which] = (lease, version)
+            self._send(worker, self._draw(lease, lease.members[:1] if part else lease.members, version, tokens, end=False))
+
+    def _draw(self, lease, members, version, tokens, end):
+        """What the worker has drawn of these members since it last handed in; of those that it has finished, nothing."""
+        rollouts = []
+        for member in members:
+            place = (lease.group_id, member, lease.attempt)
+            start = self.handed_in.get(place, self.begun[place])
+            if start is not None:
+                rollouts.append(drawn(member, lease.attempt, start, tokens, version, end))
+                self.handed_in[place] = None if end else start + tokens
+        return GroupRollouts(lease.group_id, lease.attempt, tuple(rollouts))
 
     @rule(which=st.integers(0, 30))
     def post_again(self, which):
@@ -123,6 +165,15 @@ class LedgerMachine(RuleBasedStateMachine):
     def time_passes(self, seconds):
         self.clock.now += seconds
         self.ledger.reopen_overdue()
+
+    @rule(worker=st.sampled_from(WORKERS), other=st.sampled_from(WORKERS), part=st.booleans())
+    def overtake(self, worker, other, part):
+        """What `worker` holds is overdue and goes to `other`, who hands in of it; `worker` goes on all the same."""
+        self.clock.now += 61.0
+        self.ledger.reopen_overdue()
+        self.lease(other, limit=4)
+        for which in range(len(self.held[other])):
+            self.hand_in_what_was_drawn(other, which, part, tokens=1)
 
     @rule(worker=st.sampled_from(WORKERS))
     def lose_worker(self, worker):
@@ -181,6 +232,31 @@ class LedgerMachine(RuleBasedStateMachine):
             assert row["state"] != "leased"
             if row["state"] in ("generated", "ready"):
                 assert self.ledger.rollouts_of(group_id)
+
+    @invariant()
+    def members_are_made_of_parts_that_follow_each_other(self):
+        if not hasattr(self, "ledger"):
+            return
+        db = self.database
+        for row in db.rows("SELECT * FROM rollouts WHERE payload IS NOT NULL"):
+            whole = decode_rollout(row["payload"])
+            attempts = whole.token_ids // 1000
+            assert (whole.token_ids % 1000).tolist() == list(range(len(whole.token_ids)))
+            assert (np.diff(attempts) >= 0).all() and attempts[-1] == row["attempt"]
+            assert (whole.log_probs == -attempts).all()
+            assert (row["oldest_version"], row["newest_version"]) == (whole.versions.min(), whole.versions.max())
+            for attempt in set(attempts.tolist()):
+                assert np.argmax(attempts == attempt) == self.begun[row["group_id"], row["member"], attempt]
+        for row in db.rows("SELECT groups.tokens AS tokens, group_id FROM groups"):
+            kept = db.value("SELECT SUM(tokens) FROM attempts WHERE group_id = ?", row["group_id"])
+            assert row["tokens"] == kept, "tokens do not add up"
+
+    @invariant()
+    def only_members_that_are_missing_have_parts(self):
+        if hasattr(self, "ledger"):
+            for row in self.database.rows("SELECT * FROM parts JOIN groups USING (group_id)"):
+                assert row["state"] == "leased" and row["start"] >= 0
+                assert row["member"] in self.ledger._book.missing_members(row["group_id"])
 
     @invariant()
     def nothing_stale_is_trained(self):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import sqlite3
 import subprocess
@@ -12,12 +13,14 @@ import pytest
 from test_observations import REPOSITORY, SETTINGS, KnownRun
 
 from echo2.errors import UserError
-from echo2.hub.database import Database
-from echo2.hub.inspection import inspect_run
+from echo2.hub.database import Database, unreadable
+from echo2.hub.inspection import costs_of, inspect_run
+from echo2.protocol import Telemetry
+from echo2.run_directory import read_run
 
 # The superuser reads and writes whatever the permissions say, unless these two rights are taken away.
 AS_ORDINARY_USER = ("setpriv", "--bounding-set=-dac_override,-dac_read_search") if os.geteuid() == 0 else ()
-LOOKS = (("status",), ("plan", "--from-run"))
+LOOKS = (("status",), ("plan", "--from-run"), ("costs",))
 
 
 def look(command, path):
@@ -139,6 +142,63 @@ def test_a_ledger_that_is_none_is_named_and_left_alone(over, command):
     assert "not the ledger of a run (no such table" in refusal(command, over.path)
 
 
+def test_a_ledger_is_whole_as_soon_as_it_is_there(tmp_path):
+    code = "import sys; from pathlib import Path; from echo2.hub.database import Database\n"
+    code += "for i in range(30): Database(Path(sys.argv[1]) / f'{i}.db', 'run-1').close()"
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)]) as maker:
+        for ledger in [tmp_path / f"{i}.db" for i in range(30)]:
+            while not ledger.exists():
+                assert maker.poll() is None or ledger.exists()
+            Database(ledger, "run-1", read_only=True).close()
+
+
+@pytest.mark.parametrize("look_at", [inspect_run, lambda path: costs_of(read_run(path))], ids=["status", "costs"])
+def test_a_ledger_that_another_process_has_locked_is_not_called_damaged(killed, look_at, monkeypatch):
+    monkeypatch.setattr("echo2.hub.database.PATIENCE_S", 0.1)
+    with closing(sqlite3.connect(killed / "ledger.db")) as other:
+        other.execute("PRAGMA locking_mode = EXCLUSIVE")
+        other.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(UserError, match=r"ledger \S+ is in use by another process \(database is locked\): try again"):
+            look_at(killed)
+    look_at(killed)
+
+
+def test_who_would_write_hears_that_another_process_has_locked_the_ledger(over, monkeypatch):
+    monkeypatch.setattr("echo2.hub.database.PATIENCE_S", 0.1)
+    with closing(sqlite3.connect(over.ledger)) as other:
+        other.execute("PRAGMA locking_mode = EXCLUSIVE")
+        other.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(UserError, match="is in use by another process"):
+            Database(over.ledger, over.run_id)
+
+
+def test_a_ledger_out_of_reach_is_not_called_damaged(tmp_path):
+    with pytest.raises(sqlite3.OperationalError) as found:
+        sqlite3.connect(tmp_path / "none" / "ledger.db")
+    said = str(unreadable(tmp_path / "ledger.db", found.value))
+    assert "cannot be read or written (unable to open database file)" in said and "damaged" not in said
+
+
+@pytest.mark.parametrize("command", LOOKS)
+def test_a_folder_in_the_ledgers_place_is_said_to_be_one(over, command):
+    over.ledger.unlink()
+    over.ledger.mkdir()
+    assert f"ledger {over.ledger} is a folder" in refusal(command, over.path)
+
+
+@pytest.mark.parametrize("content", [None, b"a letter to a friend, " * 100], ids=["folder", "letter"])
+def test_a_hub_without_a_ledger_that_it_can_use_says_so_in_one_line(over, content):
+    over.ledger.unlink()
+    if content is None:
+        over.ledger.mkdir()
+    else:
+        over.ledger.write_bytes(content)
+    done = look(("hub",), over.path)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"echo2: ledger {over.ledger} is ")
+
+
 def test_a_ledger_of_another_run_is_refused_to_who_looks(over):
     with pytest.raises(UserError, match=f"belongs to run {over.run_id}, not run-2"):
         Database(over.ledger, "run-2", read_only=True)
@@ -169,6 +229,25 @@ def test_a_look_needs_no_token(over, command):
 def test_a_configuration_that_is_missing_from_the_run_is_named_so(over, command):
     (over.path / "config.toml").unlink()
     assert f"{over.path / 'config.toml'} is missing from the run" in refusal(command, over.path)
+
+
+def test_the_workers_of_a_run_that_is_over_are_shown_as_those_of_one_that_goes_on(known):
+    left, stays = known.workers
+    known.roster.heartbeat(left, Telemetry(version=6, groups=40, tokens=160, generating_s=8.0))
+    known.roster.leave(left, "its machine is taken | back")
+    now = inspect_run(known.run.path)
+    assert [(w["worker_id"], w["state"]) for w in now["workers"]] == [(stays, "live"), (left, "left")]
+    known.roster.leave(stays)
+    known.database.close()
+    over = inspect_run(known.run.path)
+    assert [(w["worker_id"], w["state"]) for w in over["workers"]] == [(left, "left"), (stays, "left")]
+    (gone,) = [w for w in over["workers"] if w["worker_id"] == left]
+    assert (gone["groups"], gone["tokens"], gone["groups_per_s"], gone["version"]) == (40, 160, 5.0, 6)
+    assert {name: over[name] for name in ("workers_live", "workers_omitted")} == {"workers_live": 0, "workers_omitted": 0}
+    assert set(over["workers"][0]) == set(now["workers"][0]), "one table for both"
+    said = look(("status",), known.run.path).stdout
+    assert re.search(rf"\| {left} .* \| 1970-01-01 00:1.* UTC: its machine is taken / back \|", said)
+    assert [w["state"] for w in json.loads(look(("status", "--json"), known.run.path).stdout)["workers"]] == ["left", "left"]
 
 
 def test_the_rate_of_a_run_that_is_over_stays_what_it_was(over):

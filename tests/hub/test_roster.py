@@ -3,6 +3,7 @@
 import pytest
 
 from echo2.errors import UserError
+from echo2.hub.roster import DISMISSED
 from echo2.protocol import Telemetry
 
 
@@ -23,6 +24,29 @@ def test_silence_while_the_hub_was_away_is_forgiven(roster, clock):
     clock.now += 1000
     roster.forgive_silence()
     assert roster.lose_silent(10.0) == []
+
+
+def test_who_was_told_to_leave_or_was_not_heard_since_the_hub_was_away_is_excused(roster, clock):
+    ids = {name: roster.register(name)[0] for name in ("told", "left", "orphan", "heard", "silent")}
+
+    def excused():
+        return {member.name for member in roster.crew() if member.excused}
+
+    clock.now += 20
+    for name in ("told", "left", "orphan", "heard"):
+        roster.heartbeat(ids[name], Telemetry())
+    roster.lose_silent(10.0)
+    roster.leave(ids["told"], DISMISSED)
+    roster.leave(ids["left"])
+    assert excused() == {"told"}
+    clock.now += 500
+    roster.forgive_silence()
+    clock.now += 5
+    roster.heartbeat(ids["heard"], Telemetry())
+    assert excused() == {"told", "orphan"}
+    clock.now += 60
+    assert set(roster.lose_silent(10.0)) == {ids["orphan"], ids["heard"]}
+    assert excused() == {"told", "orphan"}, "and it stays so when the hub gives it up"
 
 
 def test_a_name_that_registers_again_replaces_its_former_self(roster):
@@ -54,3 +78,42 @@ def test_a_clock_that_goes_back_gives_no_negative_durations(roster, clock):
     clock.now -= 600
     assert [w.silent_s for w in roster.live_workers()] == [0.0]
     assert roster.cost_usd() == 0.0
+
+
+def test_who_has_left_stays_with_what_it_was_like_at_last_and_why(roster, clock):
+    ids = {name: roster.register(name, process=name)[0] for name in ("told", "ill", "silent", "live")}
+    for groups, worker_id in enumerate(ids.values()):
+        roster.heartbeat(worker_id, Telemetry(version=3, groups=groups, tokens=10 * groups))
+    clock.now += 5
+    roster.leave(ids["told"], DISMISSED)
+    clock.now += 1
+    roster.leave(ids["ill"], "its engine failed")
+    clock.now += 5
+    roster.heartbeat(ids["live"], Telemetry(version=3))
+    roster.lose_silent(10.0)
+    departed, count = roster.departed_workers(10)
+    assert count == 3 and [worker.worker_id for worker in departed] == [ids["ill"], ids["told"], ids["silent"]]
+    assert [(w.state, w.telemetry.groups, w.left_at_s, w.silent_s, w.reason) for w in departed] == [
+        ("left", 1, clock.now - 5, 5.0, "its engine failed"),
+        ("left", 0, clock.now - 6, 6.0, DISMISSED),
+        ("lost", 2, clock.now, 11.0, "silent for more than 10 s"),
+    ]
+    newest, count = roster.departed_workers(1)
+    assert count == 3 and [worker.worker_id for worker in newest] == [ids["ill"]]
+    assert [worker.worker_id for worker in roster.live_workers()] == [ids["live"]]
+
+
+def test_a_process_that_registers_again_is_one_worker(roster, clock):
+    first, _ = roster.register("w", process="p")
+    clock.now += 11
+    roster.lose_silent(10.0)
+    assert [worker.worker_id for worker in roster.departed_workers(10)[0]] == [first]
+    again, _ = roster.register("w", process="p")
+    assert roster.departed_workers(10) == ([], 0)
+    clock.now += 1
+    roster.leave(again)
+    clock.now += 1
+    other, _ = roster.register("w", process="q")
+    clock.now += 1
+    roster.leave(other)
+    assert [worker.worker_id for worker in roster.departed_workers(10)[0]] == [other, again]

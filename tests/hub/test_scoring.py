@@ -3,11 +3,13 @@
 import asyncio
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
+from patience import wait_until
 
 from echo2.config_tasks import PythonTask
 from echo2.hub.scoring import ScoringPool
@@ -23,12 +25,23 @@ def model_folder(make_run):
 
 
 @pytest.fixture
-def pool(model_folder, monkeypatch):
+def make_pool(model_folder, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", HERE)
     monkeypatch.setattr(sys, "path", [HERE, *sys.path])
-    made = ScoringPool(PythonTask(type="python", path="bad_scorers:BadScorer"), 0, model_folder, processes=1, timeout_s=3.0)
-    yield made
-    made.close()
+    with ExitStack() as pools:
+
+        def make(scorer, timeout_s):
+            task = PythonTask(type="python", path=f"bad_scorers:{scorer}")
+            made = ScoringPool(task, 0, model_folder, processes=1, timeout_s=timeout_s)
+            pools.callback(made.close)
+            return made
+
+        yield make
+
+
+@pytest.fixture
+def pool(make_pool):
+    return make_pool("BadScorer", 3.0)
 
 
 def completions(model_folder, *texts):
@@ -56,7 +69,8 @@ def test_a_scoring_process_killed_between_two_completions_is_replaced(pool, mode
         for process in psutil.Process(os.getpid()).children(recursive=True):
             if "spawn_main" in " ".join(process.cmdline()):
                 process.kill()
-                process.wait()
+                # Not psutil's wait: it would take the end of the process from the pool, which then holds it for alive.
+                wait_until(lambda p=process: not p.is_running() or p.status() == psutil.STATUS_ZOMBIE)
     assert asyncio.run(pool.score(0, completions(model_folder, "0")))[0].reward == 0.25
 
 
@@ -66,6 +80,13 @@ def test_scoring_processes_are_gone_after_closing(pool, model_folder):
     assert started
     pool.close()
     assert not [p for p in started if p.is_running() and "spawn_main" in " ".join(p.cmdline())]
+
+
+def test_a_scoring_process_that_hangs_at_its_start_is_ended_and_replaced(make_pool, model_folder, monkeypatch, tmp_path):
+    first = tmp_path / "first"
+    monkeypatch.setenv("FIRST_START", str(first))
+    assert asyncio.run(make_pool("HangsOnce", 0.5).score(0, completions(model_folder, "0")))[0].reward == 0.25
+    wait_until(lambda: not psutil.pid_exists(int(first.read_text())))
 
 
 def test_the_character_tokenizer_is_the_model_records(model_folder):

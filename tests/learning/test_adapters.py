@@ -1,5 +1,7 @@
 """Low-rank adapters: what is trained, published and saved, and that workers get the learner's policy from them."""
 
+import importlib.util
+
 import pytest
 import torch
 from checkpointing import restored, saved
@@ -10,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from echo2.config import load_config
 from echo2.errors import ConfigError
-from echo2.learning import learners
+from echo2.learning import lora
 from echo2.learning.checkpoint import CheckpointError
 from echo2.models.loading import export_weights
 from echo2.rollout.engines import make_engine
@@ -34,10 +36,10 @@ def engine_of(folder, *settings):
 
 
 def test_without_peft_adapters_are_refused_at_the_start(monkeypatch):
-    monkeypatch.setattr(learners.importlib.util, "find_spec", lambda name: None)
-    learners.check_adapters(load_config([], []).learner.lora)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    lora.check_adapters(load_config([], []).learner.lora)
     with pytest.raises(ConfigError, match=r"learner\.lora\.rank = 4 needs peft.*pip install"):
-        learners.check_adapters(load_config([], LORA).learner.lora)
+        lora.check_adapters(load_config([], LORA).learner.lora)
 
 
 @pytest.fixture

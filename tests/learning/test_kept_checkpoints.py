@@ -44,11 +44,35 @@ def test_another_metric_can_be_chosen(tmp_path):
     assert checkpoints.versions == [2, 3]
 
 
-def test_a_metric_that_no_step_has_is_told_once_and_rates_nothing(tmp_path, caplog):
-    checkpoints = checkpoints_in(tmp_path, "learner.keep_checkpoints=1", "learner.keep_best=1", "learner.best_metric=score")
+def test_a_metric_that_is_to_come_later_is_told_once_and_rates_nothing_before(tmp_path, caplog):
+    chosen = ("learner.keep_checkpoints=1", "learner.keep_best=1", "learner.best_metric=eval/pass@1")
+    checkpoints = checkpoints_in(tmp_path, *chosen)
     rewarded_run(checkpoints, [0.1, 0.7, 0.2])
     assert checkpoints.versions == [3]
-    assert caplog.text.count("learner.best_metric = 'score'") == 1
+    assert caplog.text.count("learner.best_metric = 'eval/pass@1'") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "told_at", "named"),
+    [
+        ("acuracy", [{"accuracy": 0.5, "style": 0.1, "loss": 1.0}] * 3, 0, "accuracy, style"),
+        ("acuracy", [{"reward": 0.5}] * 2, 0, "nothing but the reward"),
+        ("eval/stile", [{"style": 0.1}, {"eval/style": 0.1, "eval/version": 4.0}], 1, "eval/style"),
+        ("style", [{"style": 0.1}] * 2, None, ""),
+        ("capacity/observed_utilisation", [{"style": 0.1}] * 2, None, ""),
+    ],
+)
+def test_a_metric_that_no_step_has_is_told_once_with_those_that_came(tmp_path, name, steps, told_at, named):
+    checkpoints = checkpoints_in(tmp_path, "learner.keep_best=1", f"learner.best_metric={name}")
+    told = [checkpoints.observe(metrics) for metrics in steps]
+    assert [place for place, text in enumerate(told) if text] == ([] if told_at is None else [told_at])
+    if told_at is not None:
+        assert f"learner.best_metric = '{name}'" in told[told_at] and f"gave {named}:" in told[told_at]
+
+
+def test_nobody_is_told_of_a_metric_that_nothing_is_chosen_by(tmp_path):
+    checkpoints = checkpoints_in(tmp_path, "learner.best_metric=acuracy")
+    assert checkpoints.observe({"accuracy": 0.5}) == ""
 
 
 def test_a_rating_that_is_not_finite_does_not_count(tmp_path):

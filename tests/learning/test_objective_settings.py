@@ -22,7 +22,7 @@ DECOUPLED = ["objective.loss_type=decoupled_ppo", "objective.importance_sampling
         (["objective.loss_type=gspo"], "set objective.loss_agg_mode=seq_mean_token_mean"),
         (["objective.loss_type=cispo", "objective.clip_ratio_c=3.0"], "'cispo', whose weights are bounded already"),
         (["objective.clip_ratio_c=1.2"], r"must exceed 1 \+ objective.clip_ratio_high = 1.28"),
-        (["objective.loss_type=decoupled_ppo"], "set importance_sampling_mode=token_truncate"),
+        (["objective.loss_type=decoupled_ppo"], "set objective.importance_sampling_mode=token_truncate"),
         (["objective.importance_sampling_mode=token_mask"], "corrects twice"),
         ([*GSPO, "objective.importance_sampling_mode=sequence_mask"], "corrects twice"),
         ([*DECOUPLED, "objective.importance_sampling_clip_min=2.0"], "clip_min = 2 is not below"),

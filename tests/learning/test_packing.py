@@ -1,8 +1,10 @@
 """Packed rows against padded ones, over several architectures: same values, same gradients, no leak."""
 
 import logging
+from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from learning_batches import random_batch
@@ -58,13 +60,15 @@ def make_model(settings):
 
 
 def values_and_gradients(model, parts):
-    """Log-probabilities in the order of the parts, and the gradient of a weighted sum of them."""
+    """Log-probabilities in the batch's order, and the gradient of a weighted sum of them."""
     found = [completion_log_probs(model, part, 0.8)[0] for part in parts]
     weights = torch.cat([part.behaviour_log_probs for part in parts])
     model.zero_grad()
     (torch.cat(found) * weights).mean().backward()
     gradients = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in model.parameters()]
-    return torch.cat(found).detach(), parameters_to_vector(gradients)
+    sequences = torch.cat(found).detach().split([length for part in parts for length in part.lengths.tolist()])
+    origins = torch.cat([part.origins for part in parts])
+    return torch.cat([sequences[i] for i in origins.argsort()]), parameters_to_vector(gradients)
 
 
 @pytest.mark.parametrize("name", PACKABLE)
@@ -83,23 +87,27 @@ def test_packed_is_padded(name, limit):
 
 
 @pytest.mark.parametrize("name", PACKABLE)
-def test_a_change_to_one_sequence_changes_no_other(name):
+@pytest.mark.parametrize("shared", [0, 1, 5])
+def test_a_change_to_one_sequence_changes_no_other_and_one_to_what_is_shared_changes_those_that_share(name, shared):
     model = make_model(PACKABLE[name])
     assert enable_packing(model) is None
     lengths = [3, 7, 7, 12, 1, 20]
-    packed = layout(lengths, CPU)
+    sharing = {1, 2, 3} if shared else set()
+    ends = np.cumsum([shared, *(length - shared * (i in sharing) for i, length in enumerate(lengths))])
+    own = [np.arange(begin, end) for begin, end in pairwise(ends)]
+    common = np.arange(shared)
+    packed = layout([np.concatenate([common, part]) if i in sharing else part for i, part in enumerate(own)], CPU)
     draw = torch.Generator().manual_seed(1)
-    tokens = torch.randint(3, 54, (1, sum(lengths)), generator=draw)
-    bounds = packed.bounds.tolist()
+    tokens = torch.randint(3, 54, (1, int(ends[-1])), generator=draw)
     with torch.no_grad():
         before = packed_hidden(model, tokens, packed)
-        for start, stop in pairwise(bounds):
+        for touched, sharers in [*((part, []) for part in own), (common, own[1:4])]:
             changed = tokens.clone()
-            changed[0, start:stop] = (tokens[0, start:stop] + 1) % 54
-            after = packed_hidden(model, changed, packed)
-            same = (before == after).all(-1)[0]
-            assert same[:start].all() and same[stop:].all()
-            assert not same[start:stop].any()
+            changed[0, touched] = (tokens[0, touched] + 1) % 54
+            differs = (before != packed_hidden(model, changed, packed)).any(-1)[0].nonzero().flatten().tolist()
+            assert set(differs) <= {*touched, *(place for part in sharers for place in part)}
+            # A window may end before the sequence does.
+            assert set(differs) >= {*touched, *(part[0] for part in sharers if len(touched))}
 
 
 @pytest.mark.parametrize("name", UNPACKABLE)
@@ -115,9 +123,8 @@ def test_a_model_that_would_leak_is_left_as_it_was_and_the_reason_given(name):
 def test_attention_that_sees_a_neighbour_is_found_by_the_probe(monkeypatch):
     honest = layout
 
-    def one_sequence(lengths, device):
-        made = honest(lengths, device)
-        return packing.Layout(((1, sum(lengths)),), made.position_ids, made.bounds)
+    def one_sequence(sequences, device):
+        return replace(honest(sequences, device), runs=((1, sum(map(len, sequences))),))
 
     monkeypatch.setattr(packing, "layout", one_sequence)
     assert "differ by" in enable_packing(make_model(PACKABLE["llama"]))
@@ -133,22 +140,46 @@ def test_a_model_ready_for_packing_is_an_ordinary_model_otherwise(name):
     assert torch.equal(model(input_ids=ids, attention_mask=mask, use_cache=False).logits[mask.bool()], before)
 
 
+def test_what_is_shared_is_not_taken_for_a_sequence_of_its_own_by_the_probe(monkeypatch):
+    honest = layout
+
+    def unshared(sequences, device):
+        made = honest(sequences, device)
+        return replace(made, places=made.places.clamp(max=0) if made.places is not None else None)
+
+    monkeypatch.setattr(packing, "layout", unshared)
+    assert "differ by" in enable_packing(make_model(PACKABLE["llama"]))
+
+
 def test_a_layout_gives_equally_long_neighbours_in_one_run():
-    made = layout([2, 3, 3, 1], CPU)
+    made = layout([np.arange(0, 2), np.arange(2, 5), np.arange(5, 8), np.arange(8, 9)], CPU)
     assert made.runs == ((1, 2), (2, 3), (1, 1))
     assert made.position_ids.tolist() == [[0, 1, 0, 1, 2, 0, 1, 2, 0]]
     assert made.bounds.tolist() == [0, 2, 5, 8, 9]
     assert made.longest == 3
+    assert made.places is made.firsts is None
 
 
-def test_packed_micro_batches_keep_to_the_limit_without_padding(make_learner):
+def test_a_layout_says_where_shared_tokens_lie():
+    made = layout([np.array([0, 1, 2]), np.array([0, 1, 3]), np.array([4, 5])], CPU)
+    assert made.runs == ((2, 3), (1, 2))
+    assert made.position_ids.tolist() == [[0, 1, 2, 2, 0, 1]]
+    assert made.bounds.tolist() == [0, 3, 6, 8]
+    assert made.places.tolist() == [0, 1, 2, 0, 1, 3, 4, 5]
+    assert made.firsts.tolist() == [0, 1, 2, 5, 6, 7]
+
+
+def test_packed_micro_batches_keep_to_the_limit_and_hold_a_prompt_once(make_learner):
     batch = random_batch(make_learner().model, 0, seed=2, groups=6)
-    lengths = [len(g.prompt_token_ids) + len(m.rollout.token_ids) - 1 for g in batch.groups for m in g.members]
+    prompts = [len(group.prompt_token_ids) for group in batch.groups]
+    completions = [len(member.rollout.token_ids) - 1 for group in batch.groups for member in group.members]
+    alone = [len(g.prompt_token_ids) + len(m.rollout.token_ids) - 1 for g in batch.groups for m in g.members]
     for limit in (1, 40, 100, 10_000):
         parts = rank_share(batch, limit, CPU, packed=True).parts
-        assert sum(part.token_ids.numel() for part in parts) == sum(lengths)
         assert all(part.token_ids.numel() <= limit or len(part.lengths) == 1 for part in parts)
+        assert sum(part.token_ids.numel() for part in parts) <= sum(alone)
     assert len(parts) == 1
+    assert parts[0].token_ids.numel() == sum(prompts) + sum(completions) < sum(alone)
 
 
 def test_a_learner_trains_a_model_that_cannot_be_packed_with_padding_and_says_so(make_learner, monkeypatch, caplog):

@@ -130,7 +130,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path):
 
 
 def test_devices_resolve_or_are_refused():
-    assert resolve_device("cpu") == CPU
-    assert resolve_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert resolve_device("cpu", "learner.device") == CPU
+    assert resolve_device("auto", "learner.device").type == ("cuda" if torch.cuda.is_available() else "cpu")
     with pytest.raises(ConfigError, match="'warp9'"):
-        resolve_device("warp9")
+        resolve_device("warp9", "learner.device")

@@ -1,109 +1,30 @@
 """Generation with a real, small, random Qwen3: what is drawn, what is reported, what does not matter."""
 
 import math
-from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from drawn import (
+    STOP,
+    VOCABULARY,
+    assert_log_probs_are,
+    generate,
+    make_leases,
+    make_model,
+    make_sampling,
+    teacher_forced,
+    tokens,
+)
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen3ForCausalLM
 
 import echo2.rollout.transformers_engine as module
 from echo2.errors import ConfigError, SnapshotError
 from echo2.models.loading import export_weights
-from echo2.protocol import GroupRollouts, Lease, Rollout, Sampling, decode_group, encode_group
+from echo2.protocol import decode_group, encode_group
 from echo2.rollout.transformers_engine import TransformersEngine, sample
-
-VOCABULARY = 54
-STOP = 2
-
-
-def make_model(seed: int, tied: bool = True) -> Qwen3ForCausalLM:
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=64,
-        tie_word_embeddings=tied,
-        initializer_range=0.15,
-    )
-    return Qwen3ForCausalLM(config).eval()
-
-
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
-def model(request: pytest.FixtureRequest) -> Qwen3ForCausalLM:
-    return make_model(0, request.param)
-
-
-@pytest.fixture(scope="module")
-def folder(model: Qwen3ForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    model.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-def engine(model: Qwen3ForCausalLM, folder: Path) -> TransformersEngine:
-    engine = TransformersEngine(folder, "float32", "cpu", threads=1)
-    engine.load_weights(export_weights(model, "float32"), 5)
-    return engine
-
-
-def make_sampling(**changes: object) -> Sampling:
-    values = {"temperature": 1.0, "max_completion_tokens": 12, "stop_token_ids": (STOP, 3, 4), "seed": 11}
-    return Sampling.model_validate(values | changes)
-
-
-def make_leases(lengths: Sequence[int] = (5, 9, 1, 7), members: Sequence[int] = range(6)) -> list[Lease]:
-    random = np.random.default_rng(3)
-    return [
-        Lease(
-            group_id=100 + group,
-            attempt=1,
-            members=tuple(members),
-            prompt_token_ids=tuple(random.integers(5, VOCABULARY, length).tolist()),
-            timeout_s=10,
-        )
-        for group, length in enumerate(lengths)
-    ]
-
-
-def generate(
-    engine: TransformersEngine, leases: Sequence[Lease], sampling: Sampling, should_stop: Callable[[], bool] = lambda: False
-) -> dict[int, GroupRollouts]:
-    groups = list(engine.generate(leases, sampling, should_stop))
-    assert len({group.group_id for group in groups}) == len(groups)
-    return {group.group_id: group for group in groups}
-
-
-def tokens(group: GroupRollouts) -> dict[int, list[int]]:
-    return {rollout.member: rollout.token_ids.tolist() for rollout in group.rollouts}
-
-
-def teacher_forced(model: PreTrainedModel, lease: Lease, rollout: Rollout, temperature: float) -> Tensor:
-    """log_softmax(logits / temperature) of the completion's tokens, from one unpadded forward pass over everything."""
-    prompt = list(lease.prompt_token_ids)
-    token_ids = torch.tensor([[*prompt, *rollout.token_ids.tolist()]])
-    with torch.no_grad():
-        logits = model(input_ids=token_ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-    return torch.log_softmax(logits / temperature, -1).gather(-1, token_ids[0, len(prompt) :, None])[:, 0]
-
-
-def assert_log_probs_are(
-    model: PreTrainedModel, leases: Sequence[Lease], groups: dict[int, GroupRollouts], temperature: float = 1.0
-) -> None:
-    for lease in leases:
-        for rollout in groups[lease.group_id].rollouts:
-            expected = teacher_forced(model, lease, rollout, temperature)
-            np.testing.assert_allclose(rollout.log_probs, expected.numpy(), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.6])
@@ -197,61 +118,6 @@ def test_new_weights_are_used_from_the_next_call_on(engine: TransformersEngine, 
     assert_log_probs_are(other, leases, after)
     assert {v for group in after.values() for r in group.rollouts for v in r.versions.tolist()} == {6}
     assert any(tokens(after[group_id]) != tokens(before[group_id]) for group_id in after)
-
-
-def test_tokens_carry_the_version_that_drew_them(engine: TransformersEngine, model: Qwen3ForCausalLM) -> None:
-    other = make_model(1, model.config.tie_word_embeddings)
-    results = []
-    for group in engine.generate(make_leases((3,) * 8, range(2)), make_sampling(), lambda: False):
-        results.append(group)
-        if len(results) == 1:
-            engine.load_weights(export_weights(other, "float32"), 6)
-            drawn = max(len(rollout.token_ids) for rollout in group.rollouts)
-    versions = [rollout.versions.tolist() for group in results for rollout in group.rollouts]
-    assert all(v == [5] * min(drawn, len(v)) + [6] * (len(v) - drawn) for v in versions)
-    assert any(6 in v for v in versions)
-
-
-def test_a_prompt_is_computed_once_for_all_members(engine: TransformersEngine) -> None:
-    shapes = []
-    engine._model.register_forward_pre_hook(
-        lambda _, __, named: shapes.append(tuple(named["input_ids"].shape)), with_kwargs=True
-    )
-    generate(engine, make_leases(), make_sampling(stop_token_ids=()))
-    assert shapes == [(4, 9)] + [(24, 1)] * 11
-
-
-def test_groups_are_yielded_as_soon_as_all_members_are_done(engine: TransformersEngine) -> None:
-    steps = 0
-
-    def count_steps() -> bool:
-        nonlocal steps
-        steps += 1
-        return False
-
-    ends = []
-    leases = make_leases((4,) * 8, range(2))
-    for group in engine.generate(leases, make_sampling(stop_token_ids=tuple(range(15))), count_steps):
-        ends.append(steps)
-        assert max(len(rollout.token_ids) for rollout in group.rollouts) == steps
-    assert len(ends) == 8
-    assert ends[0] < ends[-1]
-
-
-def test_when_stopped_finished_members_are_yielded_and_the_rest_left(engine: TransformersEngine) -> None:
-    leases, sampling = make_leases((4,) * 8), make_sampling(stop_token_ids=tuple(range(8)))
-    whole = generate(engine, leases, sampling)
-    for steps in range(5):
-        answers = iter([False] * steps + [True])
-        groups = generate(engine, leases, sampling, lambda: next(answers))  # noqa: B023
-        expected = {
-            group_id: done
-            for group_id, group in whole.items()
-            if (done := {member: ids for member, ids in tokens(group).items() if len(ids) <= steps})
-        }
-        assert {group_id: tokens(group) for group_id, group in groups.items()} == expected
-        assert all(not group.failures for group in groups.values())
-    assert 0 < sum(map(len, expected.values())) < 48
 
 
 @pytest.mark.parametrize(

@@ -51,9 +51,13 @@ def test_no_exercise_is_both_trained_and_held_out_under_any_seed(section):
 
 def test_too_few_exercises_for_a_split_are_refused_before_the_run():
     tiny = ["task.type=arithmetic", "task.max_operand=1", "task.operators=-"]
-    check_model_and_task(load_config([], tiny))
+
+    def check(config):
+        check_model_and_task(config, make_task(config.task, config.run.seed))
+
+    check(load_config([], tiny))
     with pytest.raises(UserError, match="too few prompts for a held-out split"):
-        check_model_and_task(load_config([], [*tiny, "evaluation.every_steps=5"]))
+        check(load_config([], [*tiny, "evaluation.every_steps=5"]))
 
 
 class Letters(Task):

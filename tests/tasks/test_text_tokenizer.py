@@ -76,6 +76,46 @@ def test_missing_and_damaged_files_are_named(folder):
         load_tokenizer(folder)
 
 
+@pytest.mark.parametrize("content", [[], [["a"] * 99], None, 7, "text", True])
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "generation_config.json"])
+def test_json_that_is_no_object_is_refused(folder, name, content):
+    write(folder / name, content)
+    with pytest.raises(ConfigError, match=f"{name} holds no JSON object but") as refused:
+        load_tokenizer(folder)
+    assert len(str(refused.value)) < 300
+
+
+def test_json_that_is_nested_without_end_is_refused(folder):
+    (folder / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match=r"config\.json is not valid JSON"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"model": None},
+        {"model": {}},
+        {"model": {"type": "WordLevel", "vocab": {"a": -1}, "unk_token": "a"}},
+        {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]}},
+        {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}},
+        {"version": "9.9"},
+    ],
+    ids=json.dumps,
+)
+def test_a_tokenizer_that_the_library_refuses_is_refused(folder, damage):
+    file = folder / "tokenizer.json"
+    write(file, json.loads(file.read_text()) | damage)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json describes no tokenizer \(.+\): fetch the model again"):
+        load_tokenizer(folder)
+
+
+def test_an_object_that_describes_no_tokenizer_at_all_is_refused(folder):
+    write(folder / "tokenizer.json", {})
+    with pytest.raises(ConfigError, match=r"tokenizer\.json describes no tokenizer"):
+        load_tokenizer(folder)
+
+
 def test_a_task_and_a_tokenizer_that_fit_agree():
     check_agreement(make_task(ReverseDigitsTask(), 0), character_tokenizer())
 

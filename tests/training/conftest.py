@@ -15,7 +15,7 @@ def train(tmp_path, prefect_server):
     started = []
 
     def start(*arguments, name="run", environment=None, runs=tmp_path):
-        command = TrainCommand(runs, environment or prefect_server.environment, *arguments, name=name)
+        command = TrainCommand(runs, environment or prefect_server.environment, *arguments, name=name, logs=tmp_path)
         started.append(command)
         return command
 

@@ -6,6 +6,7 @@ python lying_worker.py HUB_URL NAME
 import os
 import sys
 
+from echo2.rollout.notice import Notice
 from echo2.rollout.process import work
 from echo2.rollout.transformers_engine import TransformersEngine
 
@@ -21,4 +22,4 @@ if __name__ == "__main__":
     from echo2.rollout import transformers_engine
 
     transformers_engine.TransformersEngine = StuckEngine
-    work(sys.argv[1], os.environ["ECHO2_TOKEN"], sys.argv[2], [], None)
+    work(sys.argv[1], os.environ["ECHO2_TOKEN"], sys.argv[2], [], None, Notice())

@@ -9,6 +9,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from echo2.config import load_config
+from echo2.metric_names import recorded_names
 from echo2.tasks.builtin import is_held_out
 from echo2.tasks.catalog import make_task
 from echo2.tasks.order import HELD_OUT_FIRST
@@ -60,6 +61,10 @@ def test_evaluations_survive_a_killed_worker_and_a_killed_hub_and_reach_every_re
     assert rows(command, "SELECT COUNT(*) FROM groups WHERE state = 'trained'") == [(8 * 4,)]
     lines = [json.loads(line) for line in (command.run / "report" / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["step"] == 7 and last.items() <= lines[-1].items()
+    came = set().union(*lines) - {"step"}
+    named = recorded_names(load_config([command.run / "config.toml"]), {"exact_match"})
+    assert came - named == set()
+    assert {name for name in named - came if not name.startswith(("capacity/", "dissemination/"))} == set()
     board = EventAccumulator(str(command.run / "tensorboard")).Reload()
     newest = board.Scalars("eval/pass@1")[-1]
     assert (newest.step, newest.value) == (7, pytest.approx(last["eval/pass@1"]))

@@ -1,6 +1,8 @@
 """A whole rehearsal: simulated learner and workers over the real flow, hub, ledger and fleet."""
 
 import json
+import re
+import signal
 import sqlite3
 from contextlib import closing
 
@@ -63,6 +65,7 @@ def test_metrics_come_once_in_a_run_that_was_killed_and_goes_on(train):
     again = train(*REHEARSAL, "--resume")
     assert again.wait() == 0, again.said
     assert steps_done(again.run) == 16
+    assert re.search(r"16 steps: \d+ s of training since it began; \d+ s since it was resumed with start and end\n", again.said)
     check_trackers(again.run)
 
 
@@ -95,7 +98,26 @@ def test_a_rehearsal_trains_all_steps_over_two_segments_and_a_killed_worker(trai
     assert max(fetches_s) > 0.04, "200 kB at 4 MB/s less the burst, for two workers at a time"
     assert [path.name for path in sorted((command.run / "checkpoints").iterdir())] == ["version-00000014", "version-00000016"]
     assert not (tmp_path / "cache").exists(), "no model was made"
+    assert re.search(r"16 steps: \d+ s of training, \d+ s with start and end\n", command.said)
     check_trackers(command.run)
+
+
+def test_a_notice_ends_a_run_whose_last_version_is_still_on_its_way(train):
+    slow = ("learner.simulated_snapshot_bytes=400_000", "dissemination.uplink_bytes_per_s=40_000")
+    command = train(*REHEARSAL, *slow, "dissemination.timeout_s=3600", "flow.segment_steps=1")
+    command.wait_until(lambda: steps_done(command.run) >= 1)
+    command.process.send_signal(signal.SIGTERM)
+    assert command.wait(120) == 130, command.said
+    assert "Traceback" not in command.said
+    assert command.survivors() == []
+
+
+def test_the_start_tells_of_a_cap_under_which_snapshots_come_too_late(train):
+    command = train(*REHEARSAL, "dissemination.uplink_bytes_per_s=100")
+    command.wait_until(lambda: "are starting" in command.said)
+    command.process.send_signal(signal.SIGTERM)
+    assert command.wait(120) == 130, command.said
+    assert command.said.count("warning: dissemination.uplink_bytes_per_s = 100 lets a snapshot in full, about 200 kB,") == 1
 
 
 def test_a_ledger_older_than_the_checkpoint_is_refused(train):

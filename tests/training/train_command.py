@@ -11,6 +11,7 @@ import urllib.request
 from pathlib import Path
 
 import psutil
+from patience import wait_until
 
 REPOSITORY = Path(__file__).parent.parent.parent
 SMALL = ("batch.groups=4", "batch.members=4", "worker.slots=4", "learner.checkpoint_interval=2", "flow.artifact_interval_s=2")
@@ -39,13 +40,10 @@ class PrefectServer:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        deadline = time.monotonic() + 120
-        while not self._answers():
-            assert self._process.poll() is None, "Prefect's server ended at its start"
-            assert time.monotonic() < deadline, "Prefect's server did not start"
-            time.sleep(0.25)
+        wait_until(self._answers)
 
     def _answers(self):
+        assert self._process.poll() is None, "Prefect's server ended at its start"
         try:
             return urllib.request.urlopen(f"{self.url}/health", timeout=2).status == 200
         except OSError:
@@ -71,9 +69,10 @@ class PrefectServer:
 class TrainCommand:
     """`echo2 train` as a process of its own."""
 
-    def __init__(self, runs, environment, *arguments, name="run"):
+    def __init__(self, runs, environment, *arguments, name="run", logs=None):
+        """What it says goes to a file in `logs`, or else beside the run."""
         self.run = runs / name
-        self._log = runs / f"{name}.out"
+        self._log = (logs or runs) / f"{name}.out"
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "echo2", "train", f"run.directory={runs}", f"run.name={name}", *SMALL, *arguments],
@@ -93,6 +92,9 @@ class TrainCommand:
         """The processes started so far whose command line has `echo2 COMMAND`."""
         self.remember()
         return [p for p in self._family.values() if p.is_running() and command in _command_line(p)]
+
+    def cpu_s(self):
+        return sum(psutil.Process(self.process.pid).cpu_times()[:2])
 
     def remember(self):
         try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 import time
 from array import array
 from collections import deque
@@ -17,11 +16,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from echo2.dissemination.broadcast.buffers import Buffers
 from echo2.dissemination.broadcast.cipher import ChunkCipher, ChunkRefused
-from echo2.dissemination.broadcast.link import Buffers, Link
+from echo2.dissemination.broadcast.link import Link
 from echo2.dissemination.broadcast.reception import SOURCE, Reception, Rooms, chunks_of
 from echo2.dissemination.broadcast.relay import Credit, Relay, laggards
-from echo2.dissemination.broadcast.wire import Frame, Kind, pack_bits, pack_numbers, unpack_bits, unpack_json, unpack_numbers
+from echo2.dissemination.broadcast.wire import Frame, Kind, pack_bits, pack_credit, unpack_bits, unpack_json, unpack_numbers
 from echo2.dissemination.manifest import Manifest, parse_manifest, signing_key, verify
 
 PROGRESS_S = 0.25
@@ -39,7 +39,6 @@ STALE_CHUNKS = 8
 """Chunks of broadcasts that are over, until their sender is named."""
 KEPT_REPORTS = 16
 """Reports that wait while the source is away."""
-SERVICE = struct.Struct("!d")
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +259,8 @@ class Exchange:
         if frame.broadcast > max(self._receptions, default=0) and len(self._early) < EARLY_CHUNKS:
             self._early.append((link, frame))
             return True
+        if frame.kind is Kind.STRIPE:
+            link.send(Kind.LACK, frame.broadcast, body=pack_bits(1 << frame.chunk))
         if time.monotonic() - self._over.get(frame.broadcast, math.inf) <= OVER_S:
             return False
         self._stale[link.peer] = self._stale.get(link.peer, 0) + 1
@@ -291,7 +292,7 @@ class Exchange:
 
     def _credit(self, credit: Credit) -> None:
         if self.source is not None:
-            body = SERVICE.pack(credit.service_s) + pack_numbers(credit.skipped)
+            body = pack_credit(credit.service_s, credit.skipped)
             self.source.send(Kind.CREDIT, credit.broadcast, credit.chunk, body)
 
     def _report(self, kind: str, culprit: int, broadcast: int, detail: str) -> None:

@@ -2,7 +2,8 @@
 
 Invariants: a frame's body goes from the socket straight into the buffer that it is used from, and from its sender's buffer
 straight into the socket; frames of control pass waiting frames of data, never one that has begun; every frame's `done` is
-called once, whatever happens to the connection; that a connection is closed is told later, never to somebody who is sending.
+called once, whatever happens to the connection; that a connection is closed is told later, never to somebody who is sending; an
+error that nobody expected ends its connection and no other.
 """
 
 from __future__ import annotations
@@ -10,17 +11,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import logging
+import math
 import socket
 import struct
 import termios
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from echo2.dissemination.broadcast.wire import DATA, HEADER, MAX_CONTROL_BYTES, MAX_DATA_BYTES, Frame, Kind, WireError
+from echo2.dissemination.broadcast.buffers import Buffers
+from echo2.dissemination.broadcast.wire import DATA, HEADER, MAX_CONTROL_BYTES, Frame, Kind, WireError
 from echo2.dissemination.pacing import Allowance
 
+log = logging.getLogger(__name__)
 UNSENT_S = 0.04
 """What the kernel may hold of a connection's bytes beyond its congestion window, in seconds of the rate it was seen to have: so
 that what counts as sent has left, and a slow link does not seem fast."""
@@ -47,36 +52,13 @@ class Outgoing:
 
     views: list[memoryview]
     done: Callable[[bool], None] | None
-    queued_s: float = field(default_factory=time.monotonic)
+    queued_s: float
     given_up: bool = False
 
     def finish(self, sent: bool) -> None:
         done, self.done = self.done, None
         if done is not None:
             done(sent)
-
-
-class Buffers:
-    """Reused buffers for chunks that arrive."""
-
-    def __init__(self) -> None:
-        self._size = 0
-        self._free: list[bytearray] = []
-
-    def take(self, length: int) -> memoryview:
-        """A buffer for `length` bytes. Raises WireError for a chunk larger than any can be."""
-        if length > MAX_DATA_BYTES:
-            raise WireError(f"chunk of {length} bytes where {MAX_DATA_BYTES} are the most")
-        if length > self._size:
-            self._size = length
-            self._free.clear()
-        return memoryview(self._free.pop() if self._free else bytearray(self._size))[:length]
-
-    def give(self, view: memoryview) -> None:
-        """`view`, from `take`, is no longer used."""
-        buffer = view.obj
-        if isinstance(buffer, bytearray) and len(buffer) == self._size:
-            self._free.append(buffer)
 
 
 class Acknowledgements:
@@ -95,8 +77,11 @@ class Acknowledgements:
     def _look(self) -> None:
         waiting, self._waiting = self._waiting, set()
         for link in waiting:
-            if link.settle():
-                self.expect(link)
+            try:
+                if link.settle():
+                    self.expect(link)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the other connections are to go on
+                link.fail(error)
 
 
 class Link:
@@ -106,6 +91,7 @@ class Link:
         self,
         connection: socket.socket,
         peer: int,
+        name: str,
         *,
         buffers: Buffers,
         acknowledgements: Acknowledgements,
@@ -113,12 +99,14 @@ class Link:
         on_closed: Callable[[Link], None],
         allowance: Allowance | None = None,
         on_written: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`peer` is the other end's number; chunks are read into `buffers`, and `on_frame` says whether it keeps the body;
-        `allowance` is that of an uplink with a cap: where it refuses, it has `resume` called later; `on_written` is called when
-        a chunk is wholly in the socket."""
-        self.peer = peer
-        self._detached_until_s = 0.0
+        """`peer` is the other end's number, `name` what it is called; chunks are read into `buffers`, and `on_frame` says
+        whether it keeps the body; `allowance` is that of an uplink with a cap: where it refuses, it has `resume` called later;
+        `on_written` is called when a chunk is wholly in the socket; by `clock` it is told how long the other end lets wait."""
+        self.peer, self._name = peer, name
+        self._clock = clock
+        self._detached_until_s = -math.inf
         self._detach_s = FIRST_DETACH_S
         self.sent_bytes = 0
         self.received_bytes = 0
@@ -139,6 +127,7 @@ class Link:
         self._wake_bytes = 1
         self._unsent_bytes = 0
         self._adapted_s, self._adapted_bytes, self._adapted_received_bytes = time.monotonic(), 0, 0
+        self._moved_s, self._moved_bytes = clock(), 0
         self._allow_unsent(LEAST_UNSENT_BYTES)
         self._loop.add_reader(connection.fileno(), self._readable)
 
@@ -151,7 +140,7 @@ class Link:
         """Whether chunks are not to be sent unasked for now: for a while after `detach`, and until a frame that was given up
         has gone out."""
         stuck = self._current_is_data and self._current is not None and self._current.given_up
-        return stuck or time.monotonic() < self._detached_until_s
+        return stuck or self._clock() < self._detached_until_s
 
     @property
     def queued_chunks(self) -> int:
@@ -164,7 +153,12 @@ class Link:
         current = [self._current] if self._current_is_data and self._current else []
         frames = [*(frame for _, frame in self._unacknowledged), *current, *self._data]
         oldest_s = next((frame.queued_s for frame in frames if frame.done is not None), None)
-        return time.monotonic() - oldest_s if oldest_s is not None else 0.0
+        return self._clock() - oldest_s if oldest_s is not None else 0.0
+
+    @property
+    def stuck_s(self) -> float:
+        """Seconds that the other end's system has acknowledged nothing of what is on its way to it, as of the last `adapt`."""
+        return self._clock() - self._moved_s
 
     @property
     def round_trip_s(self) -> float:
@@ -184,7 +178,7 @@ class Link:
     ) -> None:
         """Queue a frame; `body` must stay as it is until `done`. On a closed link the frame is dropped at once."""
         header = memoryview(HEADER.pack(kind, chunk, len(body), broadcast))
-        outgoing = Outgoing([header, memoryview(body)] if len(body) else [header], done)
+        outgoing = Outgoing([header, memoryview(body)] if len(body) else [header], done, self._clock())
         if self._closed:
             outgoing.finish(False)
             return
@@ -197,7 +191,7 @@ class Link:
 
         A frame that has begun is counted as not sent but still goes out whole.
         """
-        now_s = time.monotonic()
+        now_s = self._clock()
         relapsed = now_s < self._detached_until_s + RELAPSE_S
         self._detach_s = min(2 * self._detach_s, LONGEST_DETACH_S) if relapsed else FIRST_DETACH_S
         self._detached_until_s = now_s + self._detach_s
@@ -219,8 +213,17 @@ class Link:
         if self.queued_chunks and sent_bytes and elapsed_s > 0 and not self._closed:
             wanted = int(sent_bytes / elapsed_s * UNSENT_S)
             self._allow_unsent(min(max(wanted, LEAST_UNSENT_BYTES), MOST_UNSENT_BYTES))
+        self._look_for_movement()
         received_bytes, self._adapted_received_bytes = self.received_bytes - self._adapted_received_bytes, self.received_bytes
         return received_bytes >= HEARD_BYTES
+
+    def _look_for_movement(self) -> None:
+        under_way_bytes = 0 if self._closed else self._unacknowledged_bytes()
+        if not under_way_bytes or self.sent_bytes - under_way_bytes > self._moved_bytes:
+            self._moved_s, self._moved_bytes = self._clock(), self.sent_bytes - under_way_bytes
+
+    def _unacknowledged_bytes(self) -> int:
+        return int(struct.unpack("i", fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(4)))[0])
 
     def _allow_unsent(self, count: int) -> None:
         if abs(count - self._unsent_bytes) > self._unsent_bytes // 4:
@@ -236,11 +239,15 @@ class Link:
         """Tell of the frames that the other end has acknowledged; whether there are others."""
         if self._closed:
             return False
-        unacknowledged_bytes = struct.unpack("i", fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(4)))[0]
-        acknowledged = self.sent_bytes - unacknowledged_bytes
+        acknowledged = self.sent_bytes - self._unacknowledged_bytes()
         while self._unacknowledged and self._unacknowledged[0][0] <= acknowledged:
             self._unacknowledged.popleft()[1].finish(True)
         return bool(self._unacknowledged)
+
+    def fail(self, error: Exception) -> None:
+        """Something went wrong on this connection that nobody expected: say so, and close it."""
+        log.error("the connection with %s ends, since an error was met that nobody expected", self._name, exc_info=error)
+        self.close()
 
     def close(self) -> None:
         if self._closed:
@@ -260,6 +267,12 @@ class Link:
         self._loop.call_soon(self._on_closed, self)
 
     def _writable(self) -> None:
+        try:
+            self._send_waiting()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other connections are to go on
+            self.fail(error)
+
+    def _send_waiting(self) -> None:
         budget = WRITE_BUDGET_BYTES
         while budget > 0 and not self._closed:
             if self._current is None and not self._begin_next():
@@ -324,6 +337,12 @@ class Link:
             self._loop.remove_writer(self._socket.fileno())
 
     def _readable(self) -> None:
+        try:
+            self._receive()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other connections are to go on
+            self.fail(error)
+
+    def _receive(self) -> None:
         end_bytes = self.received_bytes + READ_BUDGET_BYTES
         while not self._closed and self.received_bytes < end_bytes:
             try:

@@ -8,20 +8,20 @@ it dialled itself.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 import socket
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from echo2.dissemination.broadcast.buffers import Buffers
 from echo2.dissemination.broadcast.exchange import Delivery, Exchange, Outlook
-from echo2.dissemination.broadcast.link import Acknowledgements, Buffers, Link
+from echo2.dissemination.broadcast.link import Acknowledgements, Link
+from echo2.dissemination.broadcast.loop_thread import LoopThread
 from echo2.dissemination.broadcast.reception import SOURCE
 from echo2.dissemination.broadcast.wire import (
     Frame,
@@ -35,9 +35,9 @@ from echo2.dissemination.broadcast.wire import (
 )
 from echo2.dissemination.manifest import Manifest
 from echo2.errors import SnapshotError, WaitTimeout
+from echo2.listening import listen_on
 
 log = logging.getLogger(__name__)
-TICK_S = 0.1
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
 DISTRUST_S = 60.0
@@ -53,77 +53,6 @@ class Member:
     host: str
     port: int
     reachable: bool
-
-
-class LoopThread(ABC):
-    """A thread that runs an event loop until `stop`; an error in it is raised by `raise_if_failed`."""
-
-    def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._error: BaseException | None = None
-        self._ending = False
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self, timeout_s: float = 5.0) -> None:
-        """Close every connection and end the thread."""
-        if self._thread.ident is None:
-            self.closing()
-            self._loop.close()
-        elif self._thread.is_alive():
-            with contextlib.suppress(RuntimeError):  # it has ended meanwhile
-                self._loop.call_soon_threadsafe(self._end)
-            self._thread.join(timeout_s)
-
-    def raise_if_failed(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` in the loop; only from the loop's thread. An error in it ends the thread."""
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    @abstractmethod
-    def opened(self) -> None:
-        """Called in the thread before anything else."""
-
-    @abstractmethod
-    def closing(self) -> None:
-        """Called in the thread when it ends."""
-
-    def failed(self, error: BaseException) -> None:
-        """The thread cannot go on."""
-        self._error = error
-        log.error("the broadcast's thread %s died", self._thread.name, exc_info=error)
-        self._end()
-
-    def _end(self) -> None:
-        if not self._ending:
-            self._ending = True
-            self._loop.stop()
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self.failed(error)
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.set_exception_handler(lambda _, context: self.failed(context.get("exception") or RuntimeError(str(context))))
-        try:
-            self._loop.call_soon(self.opened)
-            self._loop.run_forever()
-        finally:
-            for task in self._tasks:
-                task.cancel()
-            self.closing()
-            self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
-            self._loop.close()
 
 
 class Peer(LoopThread):
@@ -151,7 +80,7 @@ class Peer(LoopThread):
         self._name = name
         self._source_address = source
         self._advertised_host = advertised_host
-        self._listener = socket.create_server((host, port), backlog=128) if serving else None
+        self._listener = listen_on(host, port) if serving else None
         self._links: dict[int, Link] = {}
         self._members: dict[int, Member] = {}
         self._number = worker_number(name)
@@ -227,7 +156,9 @@ class Peer(LoopThread):
             self._listener.setblocking(False)
             self.spawn(self._listen(self._listener))
         self.spawn(self._stay_connected())
-        self._loop.call_later(TICK_S, self._tick)
+
+    def tick(self) -> None:
+        self._exchange.tick()
 
     def closing(self) -> None:
         source = self._exchange.source
@@ -235,10 +166,6 @@ class Peer(LoopThread):
             link.close()
         if self._listener is not None:
             self._listener.close()
-
-    def _tick(self) -> None:
-        self._exchange.tick()
-        self._loop.call_later(TICK_S, self._tick)
 
     async def _stay_connected(self) -> None:
         """Keep a connection to the source as long as there is a source."""
@@ -287,7 +214,7 @@ class Peer(LoopThread):
             mine_to_dial = mine is not None and member.reachable and (not mine.reachable or number < mine.number)
             if mine_to_dial and number not in self._links and number not in self._dialling:
                 self._dialling.add(number)
-                self.spawn(self._dial(number))
+                self.spawn(self._dial(number), f"worker {member.name}")
 
     async def _dial(self, number: int) -> None:
         failures = 0
@@ -310,8 +237,8 @@ class Peer(LoopThread):
 
     async def _listen(self, listener: socket.socket) -> None:
         while True:
-            connection, _ = await self._loop.sock_accept(listener)
-            self.spawn(self._accept(connection))
+            connection, address = await self._loop.sock_accept(listener)
+            self.spawn(self._accept(connection), str(address[0]))
 
     async def _accept(self, connection: socket.socket) -> None:
         try:
@@ -320,6 +247,9 @@ class Peer(LoopThread):
             log.warning("a connection was refused: %s", error or "time-out")
             connection.close()
             return
+        except BaseException:
+            connection.close()
+            raise
         number = hello.get("number")
         if not isinstance(number, int) or number in (SOURCE, self._number) or self._distrusts(number):
             connection.close()
@@ -347,10 +277,12 @@ class Peer(LoopThread):
         return Link(
             connection,
             number,
+            self._exchange.names.get(number, f"worker {number}"),
             buffers=self._buffers,
             acknowledgements=self._acknowledgements,
             on_frame=on_frame,
             on_closed=on_closed,
+            clock=self._attention.now_s,
         )
 
     def _lost_peer(self, link: Link) -> None:

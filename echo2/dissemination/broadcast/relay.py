@@ -6,6 +6,7 @@ the others holds up nobody: it is left out for a while and catches up by asking.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import deque
@@ -16,7 +17,7 @@ from echo2.dissemination.broadcast.link import Link
 from echo2.dissemination.broadcast.wire import Kind
 
 LAG_S = 0.75
-"""How long a chunk may wait for one receiver that is slower than the others."""
+"""How long a chunk may wait for one receiver that is slower than the others, or takes nothing at all."""
 LAG_RATIO = 3.0
 MEASURED_S = 0.1
 """Uplink's time over which the service time is averaged: acknowledgements are seen some at a time."""
@@ -102,9 +103,11 @@ class Relay:
 
 
 def laggards(links: Iterable[Link]) -> list[Link]:
-    """Links whose oldest chunk has waited far longer than those of most others."""
+    """Links that take nothing, and those whose oldest chunk has waited far longer than those of most others."""
     waiting_s = {link: link.waiting_s for link in links if not link.detached}
-    if len(waiting_s) < 2:
-        return []
-    usual_s = statistics.median_low(waiting_s.values())
-    return [link for link, waited_s in waiting_s.items() if waited_s > LAG_S and waited_s > LAG_RATIO * usual_s]
+    usual_s = statistics.median_low(waiting_s.values()) if len(waiting_s) > 1 else math.inf
+    return [
+        link
+        for link, waited_s in waiting_s.items()
+        if link.stuck_s > LAG_S or (waited_s > LAG_S and waited_s > LAG_RATIO * usual_s)
+    ]

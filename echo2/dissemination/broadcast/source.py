@@ -19,12 +19,17 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from echo2.dissemination.broadcast.buffers import Buffers
 from echo2.dissemination.broadcast.cipher import fresh_salt
-from echo2.dissemination.broadcast.dealing import Dealing, Uplink, Worker
-from echo2.dissemination.broadcast.link import Acknowledgements, Buffers, Link
-from echo2.dissemination.broadcast.peer import TICK_S, LoopThread, Member
+from echo2.dissemination.broadcast.dealing import Dealing
+from echo2.dissemination.broadcast.link import Acknowledgements, Link
+from echo2.dissemination.broadcast.loop_thread import LoopThread
+from echo2.dissemination.broadcast.peer import Member
 from echo2.dissemination.broadcast.reception import SOURCE
 from echo2.dissemination.broadcast.record import BroadcastEvent, BroadcastRecord
+from echo2.dissemination.broadcast.relay import laggards
+from echo2.dissemination.broadcast.standing import Standing, Worker
+from echo2.dissemination.broadcast.uplink import Uplink
 from echo2.dissemination.broadcast.wire import (
     Frame,
     Kind,
@@ -38,10 +43,9 @@ from echo2.dissemination.broadcast.wire import (
 from echo2.dissemination.manifest import Manifest
 from echo2.dissemination.pacing import Allowance, Pacer
 from echo2.errors import WaitTimeout
+from echo2.listening import listen_on
 
 log = logging.getLogger(__name__)
-FIRST_UPLINK_BYTES_PER_S = 25e6
-RATE_WEIGHT = 0.2
 PROBE_S = 2.0
 KEPT_BROADCASTS = 3
 KEPT_EVENTS = 1000
@@ -102,17 +106,17 @@ class Source(LoopThread):
         super().__init__("broadcast-source")
         self._token = token
         self._key = connection_key(token, run_id)
-        self._listener = socket.create_server((host, port), backlog=128)
+        self._listener = listen_on(host, port)
         self._allowance = Allowance(pacer, self._loop.call_later, self._resume) if pacer else None
-        self._uplink = Uplink(pacer.bytes_per_s if pacer else FIRST_UPLINK_BYTES_PER_S, known=pacer is not None)
+        self._uplink = Uplink(pacer.bytes_per_s if pacer else None)
         self._workers: dict[int, Worker] = {}
         self._names: dict[int, str] = {}
+        self._standings: dict[int, Standing] = {}
         self._buffers, self._acknowledgements = Buffers(), Acknowledgements()
         self._dealings: dict[int, tuple[Dealing, Broadcast, int]] = {}
         self._next: tuple[Broadcast, memoryview] | None = None
         self._last_number = 0
-        self._sent_before = self._lost_bytes = 0
-        self._busy_before = False
+        self._lost_bytes = 0
         self._on_event = on_event
         self._refused_s: dict[str, float] = {}
         self.events: deque[BroadcastEvent] = deque(maxlen=KEPT_EVENTS)
@@ -144,7 +148,6 @@ class Source(LoopThread):
     def opened(self) -> None:
         self._listener.setblocking(False)
         self.spawn(self._listen())
-        self._loop.call_later(TICK_S, self._tick)
 
     def closing(self) -> None:
         for worker in list(self._workers.values()):
@@ -175,42 +178,41 @@ class Source(LoopThread):
             self._uplink,
             self._tell,
             self._loop.call_later,
+            self._attention.now_s,
         )
         self._dealings[dealing.number] = dealing, broadcast, self._sent_bytes()
         for number in sorted(self._dealings)[:-KEPT_BROADCASTS]:
             self._withdraw(number)
         dealing.pump()
-        self._update(dealing, broadcast, self._sent_before)
+        self._update(*self._dealings[dealing.number])
 
     def _withdraw(self, number: int) -> None:
         dealing, broadcast, sent_before = self._dealings.pop(number)
         broadcast.update(dealing.record(self._sent_bytes() - sent_before), [], ended=True)
-        for worker in self._workers.values():
-            worker.link.send(Kind.WITHDRAWN, number)
+        dealing.withdrawn()
 
-    def _tick(self) -> None:
-        self._measure_uplink()
-        for worker in self._workers.values():
-            worker.link.adapt()
+    def tick(self) -> None:
+        busy = any(worker.link.queued_chunks for worker in self._workers.values())
+        self._uplink.observe(self._sent_bytes(), busy)
+        self._detach_laggards()
         for dealing, broadcast, sent_before in list(self._dealings.values()):
             if not broadcast.ended:
                 dealing.tick()
                 self._update(dealing, broadcast, sent_before)
         self._begin_next()
-        self._loop.call_later(TICK_S, self._tick)
+
+    def _detach_laggards(self) -> None:
+        links = [worker.link for worker in self._workers.values()]
+        for link in links:
+            link.adapt()
+        late = laggards(links)
+        # If nobody takes anything, it is this end that is cut off.
+        if len(late) < len(links):
+            for link in late:
+                link.detach()
 
     def _update(self, dealing: Dealing, broadcast: Broadcast, sent_before: int) -> None:
         broadcast.update(dealing.record(self._sent_bytes() - sent_before), dealing.waiting_for, dealing.finished)
-
-    def _measure_uplink(self) -> None:
-        """While something waits to be sent, what is sent is what the uplink carries."""
-        sent = self._sent_bytes()
-        busy = any(worker.link.queued_chunks for worker in self._workers.values())
-        if busy and self._busy_before and self._allowance is None:
-            rate = (sent - self._sent_before) / TICK_S
-            self._uplink.bytes_per_s += RATE_WEIGHT * (max(rate, 1.0) - self._uplink.bytes_per_s)
-            self._uplink.known = True
-        self._sent_before, self._busy_before = sent, busy
 
     def _sent_bytes(self) -> int:
         return self._lost_bytes + sum(worker.link.sent_bytes for worker in self._workers.values())
@@ -224,7 +226,7 @@ class Source(LoopThread):
     async def _listen(self) -> None:
         while True:
             connection, address = await self._loop.sock_accept(self._listener)
-            self.spawn(self._accept(connection, address))
+            self.spawn(self._accept(connection, address), str(address[0]))
 
     def _refuse(self, address: str, reason: str) -> None:
         """Tell of a stranger, once for a while: whoever can connect could fill the record else."""
@@ -238,13 +240,16 @@ class Source(LoopThread):
         try:
             hello = await accept(connection, self._key, lambda hello: {})
             name, port = str(hello["name"]), int(hello["port"])
+            number, host = self._number_of(name), str(hello.get("host") or address[0])
+            reachable = port > 0 and await self._probe(number, host, port)
         except (WireError, OSError, KeyError, TypeError, ValueError) as error:
             connection.close()
             self._refuse(str(address[0]), str(error) or "time-out")
             return
-        number, host = self._number_of(name), str(hello.get("host") or address[0])
-        member = Member(number, name, host, port, reachable=port > 0 and await self._probe(number, host, port))
-        self._join(member, connection)
+        except BaseException:
+            connection.close()
+            raise
+        self._join(Member(number, name, host, port, reachable), connection)
 
     def _number_of(self, name: str) -> int:
         number = worker_number(name)
@@ -270,17 +275,26 @@ class Source(LoopThread):
         link = Link(
             connection,
             member.number,
+            f"worker {member.name}",
             buffers=self._buffers,
             acknowledgements=self._acknowledgements,
             on_frame=self._frame,
             on_closed=self._lost,
             allowance=self._allowance,
             on_written=self._pump,
+            clock=self._attention.now_s,
         )
-        worker = Worker(member, link)
+        worker = Worker(member, link, self._standings.setdefault(member.number, Standing(self._attention.now_s)))
+        worker.standing.reconnected()
         if former is not None:
             worker.uplink_bytes_per_s, worker.distrusted = former.uplink_bytes_per_s, former.distrusted
         self._workers[member.number] = worker
+        try:
+            self._welcome(worker)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other workers are to go on
+            link.fail(error)
+
+    def _welcome(self, worker: Worker) -> None:
         self._send_roster()
         for dealing, broadcast, _ in self._latest():
             if not dealing.finished or broadcast is self._latest()[-1][1]:
@@ -353,6 +367,8 @@ class Source(LoopThread):
                 dealing.progress(worker, frame)
             case Kind.DONE:
                 dealing.done(worker, frame)
+            case Kind.LACK:
+                dealing.declined(worker, frame)
             case Kind.ASK:
                 dealing.asked(worker, frame)
 

@@ -25,6 +25,8 @@ MAGIC = b"echo2-02"
 KEY_CONTEXT = "echo2 2026-11 broadcast connection key"
 HEADER = struct.Struct("!BxxxIIQ")
 LENGTH = struct.Struct("!H")
+SERVICE = struct.Struct("!d")
+LONGEST_SERVICE_S = 3600.0
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 LARGEST_NUMBER = 2**31 - 1
@@ -59,7 +61,7 @@ class Kind(IntEnum):
     ASK = 10
     """Chunks that the asker wants."""
     LACK = 11
-    """Chunks that were asked for and are not here."""
+    """Chunks that were asked for, or were to be forwarded, and are not here."""
     REPORT = 12
     """W→S: another worker misbehaves: what it did, its number and name, and details, as JSON."""
     WITHDRAWN = 13
@@ -100,6 +102,17 @@ def pack_numbers(numbers: Collection[int]) -> bytes:
 def unpack_numbers(body: memoryview) -> tuple[int, ...]:
     """Raises struct.error for a body that is cut short."""
     return struct.unpack(f"!{len(body) // 4}I", body)
+
+
+def pack_credit(service_s: float, skipped: Collection[int]) -> bytes:
+    """Seconds in which a chunk was forwarded, and who was left out, as the body of a frame."""
+    return SERVICE.pack(service_s) + pack_numbers(skipped)
+
+
+def unpack_credit(body: memoryview) -> tuple[float | None, tuple[int, ...]]:
+    """None for seconds that cannot be. Raises struct.error for a body that is cut short."""
+    (service_s,) = SERVICE.unpack(body[: SERVICE.size])
+    return service_s if 0.0 < service_s < LONGEST_SERVICE_S else None, unpack_numbers(body[SERVICE.size :])
 
 
 def worker_number(name: str) -> int:

@@ -74,9 +74,16 @@ class Bucket:
             response_checksum_validation="when_required",
         )
         with self._explained():
-            self._client = boto3.session.Session().client(
-                "s3", endpoint_url=settings.object_store_endpoint_url or None, config=options
-            )
+            self._session = boto3.session.Session()
+            self._client = self._session.client("s3", endpoint_url=settings.object_store_endpoint_url or None, config=options)
+
+    def require_credentials(self) -> None:
+        """Raises ObjectStoreError where boto3 finds none; no bucket is asked, but a cloud's metadata service may be."""
+        from botocore.exceptions import NoCredentialsError
+
+        with self._explained():
+            if self._session.get_credentials() is None:
+                raise NoCredentialsError
 
     def upload(self, key: str, content: Readable, total_bytes: int, metadata: Mapping[str, str]) -> None:
         """Put an object in place of a former one, in parts that travel side by side; it is there whole or not at all."""

@@ -78,10 +78,11 @@ class Mirror:
             self._chore = threading.Thread(target=self._tidy, args=(whole, weights), name="object-store", daemon=True)
             self._chore.start()
 
-    def wait(self, timeout_s: float) -> None:
-        """Wait for the removal and the copy in full that go on after `put`."""
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the removal and the copy in full that go on after `put`; whether they have ended."""
         if self._chore is not None:
             self._chore.join(timeout_s)
+        return self._chore is None or not self._chore.is_alive()
 
     def end_run(self) -> None:
         """The run is over: what makes its newest version stays, all else of it is removed."""
