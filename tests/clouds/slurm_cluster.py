@@ -36,7 +36,7 @@ SelectTypeParameters=CR_CPU_Memory
 SchedulerParameters=bf_interval=2,sched_interval=2
 PreemptType=preempt/partition_prio
 PreemptMode=CANCEL
-KillWait=2
+KillWait=30
 SlurmdTimeout=300
 ReturnToService=2
 GresTypes=gpu
