@@ -12,6 +12,7 @@ from patience import wait_until
 
 from echo2.dissemination.broadcast.dealing import SILENT_S
 from echo2.dissemination.broadcast.loop_thread import LONGEST_GAP_S, TICK_S, Attention
+from echo2.dissemination.broadcast.reception import PATIENCE_S
 from echo2.dissemination.broadcast.standing import MOST_PROBATION_VERSIONS, Standing
 
 
@@ -76,6 +77,46 @@ def test_who_cannot_pass_on_to_workers_that_stand_still_is_not_blamed(workers, s
             held.release()
         assert all(bytes(peer.wait(20).payload) == payload for peer in run.peers[:standing_still])
         assert {event.culprit for event in run.source.events} <= {f"w{number}" for number in range(standing_still)}
+
+
+@pytest.mark.parametrize("still_s", [1.3, 2.5])
+def test_who_leaves_out_a_worker_that_woke_up_a_moment_ago_is_not_blamed(still_s):
+    with fleet(2, uplink_bytes_per_s=MB) as run:
+        manifest, payload = snapshot(1, 6 * MB)
+        run.source.broadcast(manifest, payload)
+        wait_until(lambda: run.peers[0].received_bytes > MB)
+        run.peers[0]._loop.call_soon_threadsafe(time.sleep, still_s)
+        assert all(bytes(peer.wait(60).payload) == payload for peer in run.peers)
+        assert {event.culprit for event in run.source.events} <= {"w0"}
+
+
+def test_who_stood_still_since_it_asked_blames_nobody():
+    with fleet(3, uplink_bytes_per_s=8 * MB) as run:
+        *providers, asker = run.peers
+        tick, woke, seen_bytes = asker._exchange.tick, threading.Event(), []
+
+        def stand_still_once_nothing_comes():
+            seen_bytes.append(sum(link.received_bytes for link in asker._links.values()))
+            asked = any(reception.catch_up.wanted for reception in asker._exchange._receptions.values())
+            if asked and not woke.is_set() and seen_bytes[-2:-1] == seen_bytes[-1:]:
+                time.sleep(2 * PATIENCE_S)
+                tick()
+                woke.set()
+            tick()
+
+        held = Held(asker)
+        manifest, payload = snapshot(1, 4 * MB)
+        run.source.broadcast(manifest, payload)
+        assert all(bytes(peer.wait(20).payload) == payload for peer in providers)
+        silent = Held(*providers)
+        try:
+            asker._exchange.tick = stand_still_once_nothing_comes
+            held.release()
+            assert woke.wait(60)
+        finally:
+            silent.release()
+        assert bytes(asker.wait(20).payload) == payload
+        assert not [event for event in run.source.events if event.reporter == "w2"]
 
 
 @pytest.mark.parametrize("workers_s", [0.0, 2.9], ids=["source alone", "whole machine"])

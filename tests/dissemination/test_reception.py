@@ -101,7 +101,7 @@ def test_everything_wanted_is_asked_once_at_a_time_and_had_in_the_end(data):
         number, chunk = open_asks.pop(data.draw(st.integers(0, len(open_asks) - 1)))
         if chunk in has[number]:
             had.add(chunk)
-            catch_up.got(chunk)
+            catch_up.got(chunk, now_s)
         else:
             catch_up.lacks(number, [chunk])
     assert had == set(range(count))

@@ -28,8 +28,6 @@ STALL_S = 1.5
 """An owner that returns no credit for the stripes that it got for so long is passed over."""
 SILENT_S = 1.5
 """An owner of which a worker got no chunk for so long, while some are due, is one that the worker waits for no longer."""
-ALIVE_S = 0.5
-"""Who has told of its progress within this time is there."""
 FAREWELL_S = 0.25
 """What a worker that left had still in its sockets arrives within this time."""
 SETTLE_S = 0.5
@@ -107,6 +105,7 @@ class Dealing:
         self._progress[number] = Progress(known=known, reported_s=self._clock(), on_probation=on_probation)
         self._dealer.receivers = len(self._workers)
         worker.link.send(Kind.ANNOUNCE, self.number, body=self._announcement)
+        worker.standing.announced()
         dealt = (1 << self._dealer.dealt) - 1
         under_way = dealt & ~self._credited & reduce(or_, self._owned.values(), 0)
         self._miss(number, dealt & ~under_way)
@@ -186,6 +185,7 @@ class Dealing:
             return
         fresh = unpack_bits(frame.body) & self._all & ~progress.have
         self._learn(progress, fresh)
+        worker.standing.told(everything=False)
         progress.report(self._clock(), SILENT_S)
         for owner, bits in self._owned.items():
             if fresh & bits:
@@ -213,6 +213,7 @@ class Dealing:
         if number not in self._arrivals:
             bytes_per_s = self.manifest.total_bytes / done_s
             self._arrivals[number] = Arrival(worker.member.name, done_s, bytes_per_s, tuple(arrivals_s))
+            worker.standing.told(everything=True)
             progress.report(self._clock(), SILENT_S)
             if progress.on_probation and progress.prompt:
                 worker.standing.received()
@@ -335,7 +336,7 @@ class Dealing:
         owner = self._dealer.deal_again(chunk, askers) if len(askers) > 2 else None
         if owner is None:
             for number in askers:
-                self._workers[number].link.send(Kind.CHUNK, self.number, chunk, sealed)
+                self._workers[number].link.send(Kind.CHUNK, self.number, chunk, sealed, asked=True)
             return
         others = pack_numbers(askers - {owner})
         self._workers[owner].link.send(Kind.FORWARD, self.number, chunk, others)
@@ -346,11 +347,8 @@ class Dealing:
         if self._dealer.backlog(number) and worker.standing.quiet_s > patience_s:
             self._pass_over(worker)
             self._accuse(worker, f"forwarded nothing for {patience_s:.1f} s")
-        elif number in self._stalled - self._arrivals.keys() and self._silent_s(number) > patience_s:
+        elif number in self._stalled - self._arrivals.keys() and worker.standing.silent_s > patience_s:
             self._accuse(worker, f"said nothing for {patience_s:.1f} s")
-
-    def _silent_s(self, number: int) -> float:
-        return self._clock() - self._progress[number].reported_s
 
     def _pass_over(self, worker: Worker) -> None:
         """Nobody waits for anything that this worker has to forward, here or in the next broadcasts."""
@@ -369,7 +367,7 @@ class Dealing:
         others = {number for number in self._present if number != owner}
         if not others or not others <= set(skipped):
             return False
-        return any(self._silent_s(number) <= ALIVE_S for number in others - self._arrivals.keys())
+        return any(self._workers[number].standing.in_reach for number in others - self._arrivals.keys())
 
     def _check_silence(self, number: int, before_s: float) -> None:
         """Tell a worker what it said to have not got that was dealt before this time; if it hears all others, the owner that

@@ -72,12 +72,14 @@ class Exchange:
         buffers: Buffers,
         on_delivery: Callable[[Delivery], None],
         on_distrust: Callable[[int], None],
+        clock: Callable[[], float],
     ) -> None:
-        """`links` are the other workers' by number; `on_distrust` is called with who handed over a wrong chunk."""
+        """`links` are the other workers' by number; `on_distrust` is called with who handed over a wrong chunk; `clock` is that
+        by which others are late."""
         self._run_id, self._token = run_id, token
         self._links = links
         self._buffers = buffers
-        self._on_delivery, self._on_distrust = on_delivery, on_distrust
+        self._on_delivery, self._on_distrust, self._clock = on_delivery, on_distrust, clock
         self._receptions: dict[int, Reception] = {}
         self._rooms = Rooms()
         self._early: list[tuple[Link, Frame]] = []
@@ -88,7 +90,7 @@ class Exchange:
         self._handed_over = -1
         self._reports: deque[tuple[int, bytes]] = deque(maxlen=KEPT_REPORTS)
         self._latest: tuple[int, Manifest] | None = None
-        self.relay = Relay(links, self._credit, buffers.give)
+        self.relay = Relay(links, self._credit, buffers.give, clock)
         self.source: Link | None = None
         """The connection to the source while there is one."""
         self.others: set[int] = set()
@@ -138,7 +140,7 @@ class Exchange:
 
     def tick(self) -> None:
         """Look after what is late; to be called some ten times a second."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         links = [*self._links.values(), *([self.source] if self.source else [])]
         heard = [link.peer for link in links if link.adapt()]
         for link in laggards(self._links.values()):
@@ -175,7 +177,7 @@ class Exchange:
             if not reception.complete:
                 self._ask(broadcast, reception)
         if link.peer == SOURCE:
-            self._source_lost_s = time.monotonic()
+            self._source_lost_s = self._clock()
         else:
             self._report("unlinked", link.peer, max(self._receptions, default=0), "the connection broke")
 
@@ -219,7 +221,7 @@ class Exchange:
 
     def _withdrawn(self, broadcast: int) -> None:
         self._drop(broadcast)
-        self._over.setdefault(broadcast, time.monotonic())
+        self._over.setdefault(broadcast, self._clock())
         if len(self._over) > KEPT_WITHDRAWALS:
             del self._over[min(self._over)]
 
@@ -242,6 +244,7 @@ class Exchange:
             return False
         if fresh:
             self.received_bytes += len(frame.body)
+            reception.catch_up.got(frame.chunk, self._clock())
         if not fresh:
             self.duplicate_bytes += len(frame.body)
         elif reception.complete:
@@ -261,7 +264,7 @@ class Exchange:
             return True
         if frame.kind is Kind.STRIPE:
             link.send(Kind.LACK, frame.broadcast, body=pack_bits(1 << frame.chunk))
-        if time.monotonic() - self._over.get(frame.broadcast, math.inf) <= OVER_S:
+        if self._clock() - self._over.get(frame.broadcast, math.inf) <= OVER_S:
             return False
         self._stale[link.peer] = self._stale.get(link.peer, 0) + 1
         if self._stale[link.peer] == STALE_CHUNKS:
@@ -307,7 +310,7 @@ class Exchange:
         reception = self._receptions.get(frame.broadcast)
         if reception is not None and not reception.complete:
             if frame.chunk != SOURCE:
-                reception.catch_up.pass_over(frame.chunk, time.monotonic())
+                reception.catch_up.pass_over(frame.chunk, self._clock())
             reception.catch_up.want(unpack_bits(frame.body) & reception.all & ~reception.have)
             self._ask(frame.broadcast, reception)
 
@@ -320,7 +323,7 @@ class Exchange:
     def _ask(self, broadcast: int, reception: Reception) -> None:
         if not reception.catch_up.wanted:
             return
-        asks = reception.catch_up.asks(list(self._links), self.source is not None, time.monotonic())
+        asks = reception.catch_up.asks(list(self._links), self.source is not None, self._clock())
         for number, chunks in asks.items():
             link = self.source if number == SOURCE else self._links.get(number)
             if link is not None:
@@ -335,6 +338,6 @@ class Exchange:
             if reception is None or link.queued_chunks >= ANSWERS_WAITING:
                 lacking |= 1 << chunk
             else:
-                link.send(Kind.CHUNK, frame.broadcast, chunk, reception.seal(chunk))
+                link.send(Kind.CHUNK, frame.broadcast, chunk, reception.seal(chunk), asked=True)
         if lacking:
             link.send(Kind.LACK, frame.broadcast, body=pack_bits(lacking))

@@ -53,6 +53,7 @@ class Outgoing:
     views: list[memoryview]
     done: Callable[[bool], None] | None
     queued_s: float
+    asked: bool
     given_up: bool = False
 
     def finish(self, sent: bool) -> None:
@@ -175,10 +176,12 @@ class Link:
         chunk: int = 0,
         body: bytes | bytearray | memoryview = b"",
         done: Callable[[bool], None] | None = None,
+        asked: bool = False,
     ) -> None:
-        """Queue a frame; `body` must stay as it is until `done`. On a closed link the frame is dropped at once."""
+        """Queue a frame; `body` must stay as it is until `done`; what was `asked` for outlives `detach`. On a closed link the
+        frame is dropped at once."""
         header = memoryview(HEADER.pack(kind, chunk, len(body), broadcast))
-        outgoing = Outgoing([header, memoryview(body)] if len(body) else [header], done, self._clock())
+        outgoing = Outgoing([header, memoryview(body)] if len(body) else [header], done, self._clock(), asked)
         if self._closed:
             outgoing.finish(False)
             return
@@ -187,7 +190,8 @@ class Link:
             self._writable()
 
     def detach(self) -> None:
-        """This link is too slow: give up the data frames that wait, and send none unasked for a while, longer each time.
+        """This link is too slow: give up the data frames that nobody asked for, and send none unasked for a while, longer each
+        time.
 
         A frame that has begun is counted as not sent but still goes out whole.
         """
@@ -195,11 +199,12 @@ class Link:
         relapsed = now_s < self._detached_until_s + RELAPSE_S
         self._detach_s = min(2 * self._detach_s, LONGEST_DETACH_S) if relapsed else FIRST_DETACH_S
         self._detached_until_s = now_s + self._detach_s
-        dropped, self._data = self._data, deque()
-        if self._current is not None and self._current_is_data:
-            self._current.given_up = True
-            dropped.appendleft(self._current)
-        for outgoing in (*(frame for _, frame in self._unacknowledged), *dropped):
+        current = [self._current] if self._current is not None and self._current_is_data else []
+        under_way = [frame for _, frame in self._unacknowledged]
+        dropped = [frame for frame in (*under_way, *current, *self._data) if not frame.asked]
+        self._data = deque(frame for frame in self._data if frame.asked)
+        for outgoing in dropped:
+            outgoing.given_up = True
             outgoing.finish(False)
 
     def adapt(self) -> bool:

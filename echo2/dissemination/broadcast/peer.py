@@ -89,7 +89,9 @@ class Peer(LoopThread):
         self._dialling: set[int] = set()
         self._distrusted: dict[int, float] = {}
         self._buffers, self._acknowledgements = Buffers(), Acknowledgements()
-        self._exchange = Exchange(run_id, token, self._links, self._buffers, self._deliver, self._distrust)
+        self._exchange = Exchange(
+            run_id, token, self._links, self._buffers, self._deliver, self._distrust, self._attention.now_s
+        )
         self._changed = threading.Condition()
         self._deliveries: deque[Delivery] = deque(maxlen=KEPT_DELIVERIES)
         self._taken = True

@@ -111,7 +111,6 @@ class Reception:
         self.cipher.open_into(chunk, sealed, self.payload)
         self.have |= 1 << chunk
         self.arrivals_s[chunk] = time.monotonic() - self.begun_s
-        self.catch_up.got(chunk)
         return True
 
     def seal(self, chunk: int) -> bytes:
@@ -141,7 +140,7 @@ class CatchUp:
     def want(self, bits: int) -> None:
         self.wanted |= bits
 
-    def got(self, chunk: int) -> None:
+    def got(self, chunk: int, now_s: float) -> None:
         bit = 1 << chunk
         if not self.wanted & bit:
             return
@@ -149,7 +148,7 @@ class CatchUp:
         self._asked &= ~bit
         for provider in self._providers.values():
             if provider.asked.pop(chunk, None) is not None:
-                provider.last_chunk_s = time.monotonic()
+                provider.last_chunk_s = now_s
 
     def heard(self, number: int, now_s: float) -> None:
         """`number` is sending, and will come to what it was asked for."""

@@ -48,19 +48,24 @@ class Relay:
     """What one worker forwards; lives in the thread of its links."""
 
     def __init__(
-        self, links: Mapping[int, Link], on_credit: Callable[[Credit], None], release: Callable[[memoryview], None]
+        self,
+        links: Mapping[int, Link],
+        on_credit: Callable[[Credit], None],
+        release: Callable[[memoryview], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`links` are the other workers' by number; `release` takes back a body that is in use no longer."""
+        """`links` are the other workers' by number; `release` takes back a body that is in use no longer; by `clock` the uplink
+        is measured."""
         self._links = links
         self._on_credit = on_credit
-        self._release = release
+        self._release, self._clock = release, clock
         self._last_done_s = 0.0
         self._services_s: deque[float] = deque()
         self.forwarded_bytes = 0
 
     def forward(self, broadcast: int, chunk: int, body: memoryview, targets: Iterable[int]) -> None:
         """Send a chunk to each target that can take it."""
-        forwarding = _Forwarding(broadcast, chunk, body, time.monotonic(), set(targets))
+        forwarding = _Forwarding(broadcast, chunk, body, self._clock(), set(targets))
         ready = []
         for target in list(forwarding.waiting):
             link = self._links.get(target)
@@ -91,7 +96,7 @@ class Relay:
 
     def _finish(self, forwarding: _Forwarding, round_trip_s: float) -> None:
         """All is acknowledged, a round trip after the uplink had done its work."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         if not forwarding.skipped:
             self._services_s.append(max(0.0, now_s - max(forwarding.arrived_s + round_trip_s, self._last_done_s)))
             self._release(forwarding.body)

@@ -7,13 +7,17 @@ worker counts against it, and only while the source was there to look.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from echo2.dissemination.broadcast.link import Link
+from echo2.dissemination.broadcast.link import LONGEST_DETACH_S, Link
 from echo2.dissemination.broadcast.peer import Member
+from echo2.dissemination.broadcast.relay import LAG_S
 
 MOST_PROBATION_VERSIONS = 64
+ALIVE_S = 0.5
+"""Who has told of its progress within this time is there."""
 DOUBT_S, DOUBTED_SERVICES = 0.5, 3
 """Who returned no credit for so long, and for so many times what a chunk takes it, is dealt nothing of a new version."""
 
@@ -25,6 +29,8 @@ class Standing:
         self._clock = clock
         self._held: set[tuple[int, int]] = set()
         self._quiet_since_s = 0.0
+        self._owes_since_s: float | None = None
+        self._back_s = -math.inf
         self._accused = False
         self._next_probation_versions = 1
         self.probation_versions = 0
@@ -38,6 +44,27 @@ class Standing:
     def quiet_s(self) -> float:
         """Seconds for which it has had stripes and returned no credit; 0 while it has none."""
         return self._clock() - self._quiet_since_s if self._held else 0.0
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds for which it told nothing of a broadcast that it has not got; 0 while there is none."""
+        return self._clock() - self._owes_since_s if self._owes_since_s is not None else 0.0
+
+    @property
+    def in_reach(self) -> bool:
+        """Whether others can pass chunks on to it: one that stood still they leave out for a while yet."""
+        return self.silent_s <= ALIVE_S and self._clock() - self._back_s > LONGEST_DETACH_S
+
+    def announced(self) -> None:
+        """It is to tell what it has of a broadcast."""
+        if self._owes_since_s is None:
+            self._owes_since_s = self._clock()
+
+    def told(self, everything: bool) -> None:
+        """It told what it has, which may be `everything`."""
+        if self.silent_s > LAG_S:
+            self._back_s = self._clock()
+        self._owes_since_s = None if everything else self._clock()
 
     def took(self, broadcast: int, chunk: int) -> None:
         """A stripe has arrived at its machine."""
@@ -58,6 +85,7 @@ class Standing:
     def reconnected(self) -> None:
         """What it had is lost."""
         self._held.clear()
+        self._owes_since_s = None
         self._accused = False
 
     def suspend(self) -> None:
