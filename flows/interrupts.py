@@ -32,8 +32,11 @@ def raise_if_lost() -> None:
 
 
 def _tell_unless_interrupt(swallowed: sys.UnraisableHookArgs) -> None:
-    if not issubclass(swallowed.exc_type, KeyboardInterrupt):
+    # Prefect's handler of SIGTERM, which is in force while it starts a flow, raises a BaseException of its own.
+    if issubclass(swallowed.exc_type, Exception):
         sys.__unraisablehook__(swallowed)
+    else:
+        _seen.set()
 
 
 def _on_interrupt(*_: object) -> None:
