@@ -28,7 +28,7 @@ demo: $(READY) $(ENGINE_READY)
 	$(BIN)/echo2 train $(DEMO) $(WITH_ENGINE) run.seed=$(SEED) run.directory=$(RUNS) run.name=demo-seed$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 
 test: $(READY)
-	$(BIN)/python -m pytest --numprocesses=2 --dist=worksteal
+	$(BIN)/python -m pytest --numprocesses=3 --dist=worksteal
 
 test-vllm: $(READY) $(VLLM_READY)
 	$(VLLM)/bin/python -m pytest tests/rollout/test_vllm_{engine,placement,weights}.py
