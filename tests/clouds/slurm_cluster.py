@@ -144,7 +144,7 @@ class SlurmCluster:
         Path("/etc/munge/munge.key").write_bytes(os.urandom(128))
         sh("chown", "-R", "munge:munge", "/etc/munge")
         start("munged", "setpriv", "--reuid=munge", "--regid=munge", "--init-groups", "munged", "--foreground", "--force")
-        wait_until(lambda: Path("/run/munge/munge.socket.2").exists(), 10)
+        wait_until(lambda: Path("/run/munge/munge.socket.2").exists())
         start("sshd", "/usr/sbin/sshd", "-D", "-e", "-f", str(folder / "sshd_config"))
         start("slurmctld", "slurmctld", "-D")
         for node in self.nodes:
@@ -152,7 +152,7 @@ class SlurmCluster:
             (folder / "spool" / node).mkdir()
             command = f"hostname {node}; exec slurmd -D -N {node}"
             start(node, "nsenter", f"--net=/run/netns/{node}", "unshare", "--uts", "sh", "-c", command)
-        wait_until(self._is_idle, 30)
+        wait_until(self._is_idle)
 
     def _is_idle(self) -> bool:
         time.sleep(0.2)

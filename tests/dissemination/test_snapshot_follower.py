@@ -220,7 +220,7 @@ def test_a_damaged_snapshot_is_reported_and_the_next_one_taken(
 
 def test_stopping_ends_a_transfer(store: SnapshotStore, source: StoreSource, follower: SnapshotFollower) -> None:
     def dawdle(version: int, piece: bytes) -> bytes:
-        time.sleep(0.1)
+        time.sleep(1.0)
         return piece
 
     source.spoil = dawdle
@@ -228,11 +228,11 @@ def test_stopping_ends_a_transfer(store: SnapshotStore, source: StoreSource, fol
     assert source.streaming.wait(20)
     start_s = time.monotonic()
     follower.stop()
-    assert time.monotonic() - start_s < 1.0
+    assert time.monotonic() - start_s < 5.0
     assert follower.take() is None
     with pytest.raises(WaitTimeout):
         follower.wait_first(20)
-    assert time.monotonic() - start_s < 2.0
+    assert time.monotonic() - start_s < 6.0
     assert len(source.requests) == 1
 
 

@@ -14,7 +14,7 @@ import httpx
 import numpy as np
 import psutil
 import pytest
-from patience import wait_until
+from patience import PATIENCE_S, wait_until
 
 from echo2.errors import UserError
 from echo2.hub.client import HubClient, HubUnavailable
@@ -227,7 +227,7 @@ def test_sigterm_hands_leases_back_at_once(make_run, serve, publish, start_worke
     worker = start_worker(client, run.token)
     wait_until(lambda: client.status()["groups"]["leased"] == 6)
     worker.send_signal(signal.SIGTERM)
-    assert worker.wait(15) == 0
+    assert worker.wait(PATIENCE_S) == 0
     other = join(client, "other", snapshot_id=client.snapshot_route(None, 0.0)[-1].snapshot_id)
     assert len(client.lease(other, 6, wait_s=2.0).leases) == 6
 

@@ -42,7 +42,7 @@ def test_a_rank_that_is_killed_ends_the_step_with_its_name(make_spread, batches)
     began_s = time.monotonic()
     with pytest.raises(LearnerError, match=r"rank 2 of the learner's 3 ended in step 1 \(killed by SIGKILL\)"):
         learner.train_step(batches[1])
-    assert time.monotonic() - began_s < 20
+    assert time.monotonic() - began_s < 60
 
 
 def test_a_rank_that_stalls_is_named_after_the_time_out(make_spread, batches):

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 from model_runs import look
-from patience import wait_until
+from patience import PATIENCE_S, wait_until
 
 from echo2.config import Config, override
 from echo2.errors import ConfigError
@@ -75,7 +75,7 @@ def test_a_worker_that_still_waits_for_its_hub_leaves_in_order(start_worker, tmp
         worker = start_worker(client, "t")
         silent.accept()
         worker.send_signal(notice)
-        assert worker.wait(15) == 0
+        assert worker.wait(PATIENCE_S) == 0
         joins, left = log.read_text().splitlines()
         assert joins.endswith(f"joins hub {client.url}") and left == f"worker w left before it had joined hub {client.url}"
         client.close()
@@ -87,7 +87,7 @@ def test_a_worker_that_pauses_between_two_tries_leaves_in_order(start_worker, tm
     worker = start_worker(client, "t")
     wait_until(lambda: "joins" in (tmp_path / "w.log").read_text())
     worker.send_signal(signal.SIGTERM)
-    assert worker.wait(15) == 0
+    assert worker.wait(PATIENCE_S) == 0
     client.close()
 
 
