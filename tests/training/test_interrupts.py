@@ -44,8 +44,15 @@ def ran(code):
 @pytest.mark.parametrize("handler", [COMMANDS_OWN, A_LIBRARYS], ids=["the command's handler", "a library's handler"])
 @pytest.mark.parametrize("swallowing", SWALLOWINGS)
 def test_an_interrupt_that_was_swallowed_is_raised_again(name, handler, swallowing):
-    code = f"{handler}\nraise_if_lost()\n{SWALLOWINGS[swallowing]}\nprint('went on', flush=True)\nraise_if_lost()\nprint('still')"
-    done = ran(code.format(name=name))
+    lines = (
+        handler,
+        "raise_if_lost()",
+        SWALLOWINGS[swallowing],
+        "print('went on', flush=True)",
+        "raise_if_lost()",
+        "print('still')",
+    )
+    done = ran("\n".join(lines).format(name=name))
     assert done.stdout == "went on\n", done.stderr
     assert done.stderr.count("Traceback") == 1, "only of the one that is raised again"
     assert done.stderr.rstrip().endswith("KeyboardInterrupt")
@@ -77,3 +84,24 @@ print(interrupted())
 """
     done = ran(segment.format(name=name))
     assert done.stdout.splitlines()[-2:] == ["True False", "True"], done.stderr
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("loading", ["echo2.config", "pydantic", "flows.run", "flows.preflight"])
+def test_a_command_that_is_told_to_end_while_it_loads_says_so_in_one_line(name, loading, tmp_path):
+    code = f"""
+import sys
+
+class Told:
+    def find_spec(self, module, *_):
+        if module == {loading!r}:
+            {RAISED.format(name=name)}
+
+sys.meta_path.insert(0, Told())
+sys.argv = ["echo2", "train", "run.directory={tmp_path}", "worker.engine=simulated", "learner.engine=simulated"]
+from echo2.cli import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", f"import signal{code}"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "echo2: interrupted")
+    assert not list(tmp_path.iterdir())
