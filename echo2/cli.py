@@ -80,6 +80,10 @@ def plan(settings: tuple[str, ...], run: Path | None, catalog: str | None, plot_
 @click.option("--dry-run", is_flag=True, help="Print the configuration and the plan, check this machine, start nothing.")
 def train(settings: tuple[str, ...], resume: bool, dry_run: bool) -> None:
     """Train: start hub and workers, run the learner as Prefect flows, end with a summary."""
+    from flows.interrupts import raise_on_signals
+
+    # Before anything that takes long: one that is told to end while it starts is to say so.
+    raise_on_signals()
     config = _load(settings)
     if dry_run:
         from echo2.capacity.plan import make_plan, render_plan

@@ -16,7 +16,7 @@ from echo2.logs import say
 from echo2.models.sizes import warning_of_cap
 from echo2.report import FIRST_STEPS, LAST_STEPS, SUMMARY, reported_steps
 from echo2.run_directory import find_run
-from flows.interrupts import interrupted, raise_if_lost, raise_on_signals
+from flows.interrupts import interrupted, raise_if_lost
 from flows.outage import ended_in_spite_of, leave, say_outage_once
 from flows.preflight import check_startable
 from flows.temporary_server import check_settings, server_for_run
@@ -25,8 +25,7 @@ INTERRUPTED = 130
 
 
 def run_to_end(config: Config, resume: bool) -> NoReturn:
-    """Train every segment of the run, print a summary and end the process with the exit code."""
-    raise_on_signals()
+    """Train every segment of the run, print a summary and end the process with the exit code; 130 if `interrupted`."""
     try:
         done = _steps_done(config, resume)
         if done is not None and (warning := warning_of_cap(config)):

@@ -35,7 +35,7 @@ from echo2.models.preparation import prepare_model, write_stand_in
 from echo2.run_directory import RunDirectory, create_run
 from echo2.trackers import Trackers, make_trackers
 from flows.console import watching
-from flows.interrupts import raise_if_lost
+from flows.interrupts import answer, raise_if_lost
 from flows.preflight import check_startable
 
 log = logging.getLogger(__name__)
@@ -144,6 +144,7 @@ def stoppable(session: Session) -> Iterator[None]:
         handler = former[signal.Signals(number)]
         if session.stop_requested.is_set() and callable(handler):
             handler(number, frame)
+        answer()
         session.stop_requested.set()
         say("stopping after this step with a checkpoint; once more stops at once")
 
