@@ -26,7 +26,7 @@ def render_renting(renting: Renting) -> str:
     """The plan of what to rent, without a final line break."""
     activation, run = renting.activation, renting.plan.run_name
     head = f"Machines for run {run}: {renting.offers} offers of {renting.clouds} clouds in {renting.catalog}"
-    sections = [head]
+    sections = [f"{head};\nwith the μ and L of each in place of those above"]
     selection = activation.selection
     if selection is None:
         sections.append(f"No plan: {activation.obstacle}")

@@ -6,6 +6,7 @@ it; throughputs are groups per second; a plan that cannot reach its target says 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -69,6 +70,8 @@ class Plan:
     serial: SerialRule
     serial_prediction: Prediction | None
     """What the closed form says of the serial rule's own κ and μ; None where no pool satisfies that rule."""
+    serial_simulated: SimulationResult | None
+    """What the twin says of them."""
     together: tuple[int, Provision] | None
     """The least S above the configured one with which some pool reaches the target, and that pool; None where no S is needed,
     or none helps."""
@@ -109,10 +112,11 @@ def make_plan(config: Config, terms: Terms | None = None) -> Plan:
     configured = provision(workload, links, target, latency=latency, publish_intervals=[workload.publish_interval], unit=unit)
     best = provision(workload, links, target, latency=latency, unit=unit)
     serial = serial_rule(workload, links)
-    serial_prediction = None
+    serial_prediction = serial_simulated = None
     if serial.groups_per_s is not None:
-        at_serial = replace(workload, publish_interval=serial.publish_interval)
-        serial_prediction = predict_pool(at_serial, links, serial.groups_per_s * latency.mean_s, latency)
+        at_serial, slots = replace(workload, publish_interval=serial.publish_interval), serial.groups_per_s * latency.mean_s
+        serial_prediction = predict_pool(at_serial, links, slots, latency)
+        serial_simulated = simulate_pool(at_serial, links, slots, latency, unit)
     now = Situation(workload, links, terms.slots, latency)
     return Plan(
         run_name=config.run.name,
@@ -131,6 +135,7 @@ def make_plan(config: Config, terms: Terms | None = None) -> Plan:
         outlooks=outlooks(now, transfer_of(config, terms.links_seen), terms.workers),
         serial=serial,
         serial_prediction=serial_prediction,
+        serial_simulated=serial_simulated,
         together=None if best.reachable else _least_bound(workload, links, target, latency, unit),
         workers_chosen=workers_chosen,
         worker_price_usd_per_hour=config.fleet.price_usd_per_hour,
@@ -232,10 +237,10 @@ def _prediction_rows(plan: Plan) -> list[tuple[str, ...]]:
     target = percent(plan.target_utilisation)
     needed_for = f"for {target} utilisation"
     if not needed.reachable:
-        needed_for = f"{target} is out of reach of any pool; this gives the best, {percent(needed.simulated.utilisation)}"
+        needed_for = f"{target} is out of reach of any pool; {best_text(needed, plan.workers_for)}"
     chosen = ", since fleet.workers = 0 leaves it open" if plan.workers_chosen else ""
     rate = f"{plan.terms.workers} × {number(plan.worker_price_usd_per_hour)} USD/h, without the learner"
-    best_text = f"with {number(best.groups_per_s)} groups/s, U = {percent(best.simulated.utilisation)}"
+    with_best = f"with {number(best.groups_per_s)} groups/s, U = {percent(best.simulated.utilisation)}"
     verdict = f"target {target} is {'reached' if plan.reaches_target else 'missed'}"
     return [
         ("step time τ", quantity(simulated.step_time_s, "s"), f"closed form {quantity(prediction.step_time_s, 's')}"),
@@ -249,10 +254,18 @@ def _prediction_rows(plan: Plan) -> list[tuple[str, ...]]:
         ("waste", percent(simulated.waste_share), "of the groups generated: filtered, expired or lost"),
         ("needed throughput", quantity(needed.groups_per_s, "groups/s"), needed_for),
         ("needed workers", str(plan.workers_for(needed.groups_per_s)), f"planned with {plan.terms.workers}{chosen}"),
-        ("best κ", str(best.publish_interval), best_text),
+        ("best κ", str(best.publish_interval), with_best),
         ("whole run", duration(plan.duration_s), f"{plan.steps} steps · τ, without the start"),
-        ("workers' rent", f"{plan.workers_usd:.2f} USD", rate),
+        *([("workers' rent", f"{plan.workers_usd:.2f} USD", rate)] if plan.worker_price_usd_per_hour else []),
     ]
+
+
+def best_text(pool: Provision, workers_for: Callable[[float], int]) -> str:
+    """What a pool gives where the target is out of reach, and the largest one, if that gives more."""
+    own, largest = percent(pool.simulated.utilisation), pool.largest
+    if largest is None:
+        return f"this gives the best, {own}"
+    return f"this gives {own}, {counted(workers_for(largest.groups_per_s), 'worker')} {percent(largest.utilisation)}"
 
 
 def _staleness_text(simulated: SimulationResult) -> str:
@@ -338,6 +351,6 @@ def _rule_rows(plan: Plan) -> list[tuple[str, ...]]:
     if plan.best.publish_interval != plan.workload.publish_interval:
         rows.append(overlap("overlap, best κ", plan.best))
     serial, name = plan.serial, "serial, κB/(αμ) + D ≤ κT"
-    if serial.groups_per_s is None or plan.serial_prediction is None:
+    if serial.groups_per_s is None or plan.serial_simulated is None:
         return [*rows, (name, str(serial.publish_interval), "none", "none", f"cannot be met: {serial.obstacle}")]
-    return [*rows, row(name, serial.publish_interval, serial.groups_per_s, plan.serial_prediction.utilisation)]
+    return [*rows, row(name, serial.publish_interval, serial.groups_per_s, plan.serial_simulated.utilisation)]

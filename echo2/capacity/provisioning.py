@@ -1,7 +1,8 @@
 """The provisioning rule: the smallest pool that keeps the learner as busy as asked, and the κ to publish with.
 
-Invariants: the closed form proposes, the twin decides; a target that no pool reaches is answered with the best that can be had
-and with what stands in its way; the same arguments give the same answer.
+Invariants: the closed form proposes, the twin decides; a target that no pool reaches is answered with the pool beyond which
+the closed form sees no use, with what the largest one gives by the twin, and with what stands in the way; the same arguments
+give the same answer.
 
 **The rule.** For every κ from 1 to S + 1 the closed form of `echo2.capacity.slow_end` gives the fewest slots that reach the
 target with `RESERVE` standard deviations to spare; the κ that asks for the fewest is the best. Without a reserve it gives a
@@ -54,7 +55,7 @@ AS_GOOD = 0.995
 
 @dataclass(frozen=True, slots=True)
 class Provision:
-    """The smallest pool for a target, or for the best utilisation that can be had."""
+    """The smallest pool for a target, or for the best utilisation that the closed form holds possible."""
 
     publish_interval: int
     """κ that asks for the fewest slots, steps."""
@@ -70,6 +71,17 @@ class Provision:
     """The closed form for this pool: step time, utilisation, what binds."""
     simulated: SimulationResult
     """The twin for this pool: utilisation, staleness of the trained groups, waste."""
+    largest: Largest | None = None
+    """Where the target is out of reach and the twin says that more units help all the same: what they do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Largest:
+    """The largest pool that is ever proposed."""
+
+    groups_per_s: float
+    utilisation: float
+    """By the twin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,11 +237,18 @@ def _decided_units(question: _Question, proposed: int) -> int | None:
 
 
 def _best_to_be_had(questions: list[_Question]) -> Provision:
-    """Where the target is out of reach: the fewest units that are as good as any number."""
+    """Where the target is out of reach: the fewest units that the closed form holds as good as any number.
+
+    Workers in calls gain from more units, since each takes fewer groups at a time; how much the twin says.
+    """
     goal = AS_GOOD * max(question.best_utilisation() for question in questions)
     good = [(n, q) for q in questions if (n := q.needed_units(min(q.target, goal)))]
     units, chosen = min(good, key=lambda proposal: proposal[0])
-    return _provision(chosen, units, reachable=False)
+    pool = _provision(chosen, units, reachable=False)
+    most = _provision(chosen, chosen.most_units, reachable=False)
+    if AS_GOOD * most.simulated.utilisation <= pool.simulated.utilisation:
+        return pool
+    return replace(pool, largest=Largest(most.groups_per_s, most.simulated.utilisation))
 
 
 def _provision(question: _Question, units: int, reachable: bool) -> Provision:

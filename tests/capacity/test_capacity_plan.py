@@ -5,16 +5,20 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from plan_example import example
 
 from echo2.capacity.latencies import Lognormal
 from echo2.capacity.model import Links, Workload
-from echo2.capacity.plan import make_plan, render_plan
+from echo2.capacity.plan import Plan, make_plan, render_plan
+from echo2.capacity.tables import percent
 from echo2.capacity.terms import TERM_NAMES, Terms, estimate_terms, predict_run
-from echo2.config import Config
+from echo2.config import Config, load_config
 from echo2.errors import UserError
+
+DEMO = Path(__file__).parents[2] / "configs" / "demo.toml"
 
 
 def rows(text: str, table: str) -> list[str]:
@@ -42,7 +46,7 @@ def test_the_example_needs_32_slots_where_the_serial_rule_wants_77_and_stalls() 
     assert plan.best.publish_interval == 2
     assert plan.serial_prediction is not None
     assert plan.serial_prediction.utilisation == pytest.approx(3 / 3.8)
-    assert "serial, κB/(αμ) + D ≤ κT 3 96 77 78.95 %" in rows(render_plan(plan), "rule")
+    assert "serial, κB/(αμ) + D ≤ κT 3 96 77 78.9 %" in rows(render_plan(plan), "rule")
 
 
 def test_a_pool_that_needs_two_waves_for_a_batch_is_told_the_slow_end_and_the_wait() -> None:
@@ -63,6 +67,35 @@ def test_a_run_lasts_its_steps_and_costs_its_workers() -> None:
     text = render_plan(plan)
     assert "2 h 0 min" in text
     assert "32.00 USD" in text
+
+
+def test_workers_without_a_price_are_not_said_to_cost_nothing() -> None:
+    assert "USD" not in render_plan(make_plan(example("fleet.workers=32")))
+
+
+def in_calls(*settings: str) -> Plan:
+    """Of two workers that generate in calls, on which no pool reaches the target."""
+    return make_plan(load_config([DEMO], [*settings]))
+
+
+def test_both_rules_are_told_by_the_same_measure() -> None:
+    plan = in_calls()
+    overlap, serial = (row.split() for row in rows(render_plan(plan), "rule"))
+    # The same κ and workers that are no faster: they cannot keep the learner busier.
+    assert serial[-5] == overlap[-5] == "1" and float(serial[-4]) < float(overlap[-4]) and serial[-3] == overlap[-3] == "3"
+    assert float(serial[-2]) <= float(overlap[-2])
+
+
+def test_a_pool_in_calls_for_a_target_out_of_reach_is_not_called_the_best_where_a_larger_one_is_better() -> None:
+    plan = in_calls()
+    largest = plan.configured.largest
+    assert largest is not None and largest.utilisation > plan.configured.simulated.utilisation
+    workers = plan.workers_for(largest.groups_per_s)
+    assert in_calls(f"fleet.workers={workers}").simulated.utilisation == largest.utilisation
+    own, more = percent(plan.configured.simulated.utilisation), percent(largest.utilisation)
+    text = render_plan(plan)
+    assert f"97 % is out of reach of any pool; this gives {own}, {workers} workers {more}" in text
+    assert "the best" not in text
 
 
 def test_measured_terms_replace_the_estimates_and_are_labelled() -> None:
