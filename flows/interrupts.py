@@ -33,6 +33,10 @@ class _Arrivals:
         self._came = self._came or not self._take().isdisjoint(INTERRUPTS)
         return self._came
 
+    def note(self) -> None:
+        """One has come, should the interpreter have told somebody else of it: an event loop takes its place for that."""
+        self._came = True
+
     def forget_newest(self) -> None:
         self._take()
 
@@ -79,4 +83,6 @@ def _tell_unless_interrupt(swallowed: sys.UnraisableHookArgs) -> None:
 
 
 def _on_interrupt(*_: object) -> None:
+    if _arrivals is not None:
+        _arrivals.note()
     raise KeyboardInterrupt

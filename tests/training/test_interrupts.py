@@ -59,6 +59,12 @@ def test_an_interrupt_that_was_swallowed_is_raised_again(name, handler, swallowi
     assert done.returncode != 0
 
 
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_an_interrupt_counts_though_an_event_loop_is_told_of_signals(name):
+    done = ran(f"signal.set_wakeup_fd(-1)\n{SWALLOWINGS['a clause']}\nprint(interrupted())".format(name=name))
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+
+
 @pytest.mark.parametrize("error", ["asyncio.CancelledError", "SystemExit", "KeyboardInterrupt", "ValueError"])
 def test_what_a_destructor_swallowed_without_a_signal_is_told_and_interrupts_nothing(error):
     done = ran(f"def fail(): raise {error}\ndel [InDestructor(fail)][0]\nraise_if_lost()\nprint(interrupted())")
