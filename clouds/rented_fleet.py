@@ -22,10 +22,11 @@ from typing import Literal, Protocol
 from clouds.budget import Budget
 from clouds.cloud import Cloud, CloudMachine, CloudTrouble, LaunchFailed, MachineFailed, SetupFailed
 from clouds.fleet_state import FleetState, Record, load_state, save_state
-from clouds.reconciler import Action, Machine, reconcile
-from echo2.capacity.activation import Demand
-from echo2.capacity.limits import Limits
+from clouds.reconciler import Action, Machine, Memory, reconcile
+from echo2.capacity.activation import Demand, why_less
+from echo2.capacity.limits import TOLERANCE, Limits
 from echo2.capacity.offers import Candidate, Offer
+from echo2.capacity.tables import number
 from echo2.config_activation import ActivationSection
 from echo2.errors import UserError
 from echo2.hub.intervals import machine_of
@@ -83,7 +84,9 @@ class RentedFleet:
         """Whether machines that are there, but not in the state, are taken up: without one, all of them are."""
         self._saved = found
         state = found or FleetState()
-        self._memory, self._records = state.memory, dict(state.records)
+        self._memory, self._records = _looking_for_more(state.memory), dict(state.records)
+        self._short: tuple[float, float] | None = None
+        """What the plan falls short of, and of what need, as it was told last."""
         self._closing, self._without_hub = "", False
         self._jobs: dict[tuple[JobKind, str], Future[None]] = {}
         """By kind and the machine's name; a machine may be stopped while its launch is under way."""
@@ -269,11 +272,23 @@ class RentedFleet:
         most_usd_per_hour = min(limits.budget_usd_per_hour, self._budget.left_usd * 3600 / reserve_s)
         limits = replace(limits, budget_usd_per_hour=most_usd_per_hour)
         self._memory, actions = reconcile(self._memory, candidates, demand, limits, machines, now_s, self._pace, self._stem)
+        self._say_if_short(candidates, demand, limits, now_s)
         workers = {candidate.offer.name: candidate.workers for candidate in candidates}
         for action in actions:
             if action.kind == "launch":
                 self._records[action.name] = Record(action.offer, workers[action.offer.name], now_s)
         return actions
+
+    def _say_if_short(self, candidates: Sequence[Candidate], demand: Demand, limits: Limits, now_s: float) -> None:
+        """Once for each plan that gives less than is needed."""
+        memory, needed = self._memory, demand.needed_groups_per_s
+        if memory.goal_groups_per_s >= needed * (1 - TOLERANCE):
+            self._short = None
+        elif self._short != (short := (memory.goal_groups_per_s, memory.asked_groups_per_s)):
+            self._short = short
+            blocked = sum(now_s < setback.blocked_until_s for setback in memory.setbacks.values())
+            told = f"{number(needed)} groups/s are needed, and machines for {number(memory.goal_groups_per_s)} are planned"
+            log.warning("%s: %s", told, why_less(candidates, demand, limits, blocked))
 
     def _keep_to_budget(self, reserve_s: float) -> None:
         """End while what is left of the budget lasts for the time that it takes."""
@@ -336,3 +351,9 @@ class RentedFleet:
             message()
         except UserError as error:
             log.error("the ledger could not be told: %s", error)
+
+
+def _looking_for_more(memory: Memory) -> Memory:
+    """A plan that gives less than was asked for is made anew at once: whoever starts a fleet may have changed its limits."""
+    short = memory.goal_groups_per_s < memory.asked_groups_per_s
+    return replace(memory, searched_at_s=-math.inf) if short else memory

@@ -213,13 +213,30 @@ def _obstacle(offers: int, fresh: int, demand: Demand, limits: Limits, failing: 
     if not offers:
         return f"no offer can be used, so nothing gives {goal}"
     if not fresh:
-        return (
-            f"none of {offers} offers is fresh enough: D + L exceeds (S + 1 − κ)·T = {demand.slack_steps} · "
-            f"{number(demand.learner_step_s)} s for each"
-        )
+        return _none_is_fresh(offers, demand)
     names = ", ".join(relaxation.name for relaxation in relaxations)
     blame = f"; to change one of these is enough: {names}" if names else "; to change one of them is not enough"
     return f"no choice among {fresh} offers {failing} {goal} within {', '.join(_in_words(limits))}{blame}"
+
+
+def why_less(candidates: Sequence[Candidate], demand: Demand, limits: Limits, blocked: int) -> str:
+    """Why less than the need can be had, in a sentence, without a search for what would allow all of it.
+
+    `blocked` of the candidates cannot be launched.
+    """
+    fresh = sum(is_fresh(candidate, demand.fresh_s) for candidate in candidates)
+    if not fresh:
+        return _none_is_fresh(len(candidates), demand)
+    within = ", ".join(_in_words(limits))
+    alone = f"; {blocked} of the offers cannot be launched for now, after setbacks" if blocked else ""
+    return f"{fresh} of {len(candidates)} offers are fresh enough, and give no more{within and f' within {within}'}{alone}"
+
+
+def _none_is_fresh(offers: int, demand: Demand) -> str:
+    return (
+        f"none of {offers} offers is fresh enough: D + L exceeds (S + 1 − κ)·T = {demand.slack_steps} · "
+        f"{number(demand.learner_step_s)} s for each"
+    )
 
 
 def _in_words(limits: Limits) -> Iterator[str]:

@@ -353,3 +353,46 @@ def test_the_state_is_read_back_as_it_was_written(tmp_path) -> None:
     state = FleetState(memory, {"m-0": Record(CHEAP.offer, 2, 4.0, seen, draining_since_s=9.0)})
     save_state(tmp_path / "s.json", state)
     assert load_state(tmp_path / "s.json") == state and load_state(tmp_path / "none.json") is None
+
+
+STALE = replace(demand(3.0), slack_steps=1)
+SHORTAGES = {
+    "a budget": (demand(3.0), Limits(budget_usd_per_hour=2.0), "for 1.98 are planned: 3 of 3", "within 2 USD/h"),
+    "a small budget": (demand(3.0), Limits(budget_usd_per_hour=0.5), "machines for 0 are planned", "within 0.5 USD/h"),
+    "quotas": (demand(3.0), Limits(quotas=tuple(Quota(cloud, 0) for cloud in "abc")), "for 0", "the quota a of 0"),
+    "the staleness bound": (replace(STALE, learner_step_s=29.0), Limits(), "none of 3 offers is fresh enough", "1 · 29 s"),
+}
+
+
+@pytest.mark.parametrize(("asked", "limits", "told", "why"), SHORTAGES.values(), ids=SHORTAGES)
+def test_a_plan_that_gives_less_than_is_needed_is_told_once_and_more_is_had_at_once_when_it_can_be(
+    asked, limits, told, why, caplog
+) -> None:
+    with world(FixedMarket(limits=limits)) as made:
+        made.market.demand = asked
+        made.run(540.0)
+        (said,) = [record.getMessage() for record in caplog.records if "3 groups/s are needed" in record.getMessage()]
+        assert told in said and why in said
+        made.market.demand, made.market.limits = demand(3.0), Limits()
+        made.start()
+        made.run(2 * PERIOD_S)
+        assert made.counts() == {CHEAP.offer.name: 3}, "whoever starts it again does not wait for change_interval_s"
+        made.end()
+        made.assert_paid()
+
+
+def test_offers_that_are_left_alone_are_told_where_no_others_give_what_is_needed(caplog) -> None:
+    with world(FixedMarket((CHEAP,))) as made:
+        made.cloud.chances = Chances(fails=1.0)
+        made.run(120.0)
+        assert "give no more; 1 of the offers cannot be launched for now, after setbacks" in caplog.text
+
+
+def test_a_plan_that_gives_what_is_needed_is_kept_to_by_the_next_process_without_a_word(caplog) -> None:
+    with world() as made:
+        made.run(480.0)
+        searched_at_s = made.fleet._memory.searched_at_s
+        made.start()
+        made.tick()
+        assert made.fleet._memory.searched_at_s == searched_at_s
+        assert "are needed" not in caplog.text
