@@ -19,6 +19,10 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 """What the system says of a disk, or of a user's share of it, that is full."""
 
 
+PARTIAL = ".partial"
+"""How the name of a file ends whose writer has not come to its end yet, or was killed before."""
+
+
 @contextmanager
 def naming(place: Path) -> Iterator[None]:
     """A block that writes to `place` and nowhere else; raises DiskError, which names it, instead of OSError."""
@@ -45,7 +49,7 @@ def sync(path: Path) -> None:
 
 def write_atomically(file: Path, content: str | bytes, mode: int = 0o644) -> None:
     """Write `content` so that a reader sees the former one or the new one, never a part. Raises OSError for a full disk."""
-    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
+    partial = file.with_name(f".{file.name}.{os.getpid()}{PARTIAL}")
     try:
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
         with os.fdopen(descriptor, "wb") as stream:

@@ -125,8 +125,9 @@ class Outbox(Background):
         first = waiting[0]
         try:
             if isinstance(first, Path):
-                worker_id, group = self._spool.read(first)
-                self._hand_in(worker_id, [group])
+                kept = self._spool.read(first)
+                if kept is not None:
+                    self._hand_in(kept[0], [kept[1]])
             elif isinstance(first, _Post):
                 return self._hand_in_together(first.worker_id, _together(waiting))
             else:

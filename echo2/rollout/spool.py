@@ -2,20 +2,24 @@
 
 Invariants: a group that is kept survives the worker's death, and is there for the next worker of the same run and name; a file
 is there whole or not at all; it stays until the hub has taken or refused what it holds; a directory that cannot hold groups is
-refused before there are any.
+refused before there are any. Two workers of one name may share a folder for a while, and what one has handed in the other
+has not.
 """
 
 from __future__ import annotations
 
+import errno
 import itertools
 import tempfile
 from pathlib import Path
 
-from echo2.durability import write_atomically
+from echo2.durability import PARTIAL, write_atomically
 from echo2.errors import ConfigError
 from echo2.protocol import GroupRollouts, decode_group, encode_group
 
 SUFFIX = ".group"
+IN_USE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT)
+"""What the system says of a folder that another one still fills, or has removed."""
 
 
 class Spool:
@@ -46,16 +50,29 @@ class Spool:
         write_atomically(path, encode_group(group))
         return path
 
-    def read(self, path: Path) -> tuple[str, GroupRollouts]:
-        """The worker id and the group of a file. Raises BodyError if it is damaged."""
+    def read(self, path: Path) -> tuple[str, GroupRollouts] | None:
+        """The worker id and the group of a file; None if another worker of this name has handed it in.
+
+        Raises BodyError if it is damaged.
+        """
         worker_id = path.name.removesuffix(SUFFIX).partition("-")[2]
-        return worker_id, decode_group(path.read_bytes())
+        try:
+            return worker_id, decode_group(path.read_bytes())
+        except FileNotFoundError:
+            return None
 
     def forget(self, path: Path) -> None:
-        """The hub has it, or will not have it."""
+        """The hub has it, or will not have it; the folder goes with the last one, and what a killed writer left in it."""
         path.unlink(missing_ok=True)
-        if not self.left():
+        if self.left():
+            return
+        for cut_off in self.folder.glob(f".*{PARTIAL}"):
+            cut_off.unlink(missing_ok=True)
+        try:
             self.folder.rmdir()
+        except OSError as error:
+            if error.errno not in IN_USE:
+                raise
 
 
 def _try_out(directory: Path, folder: Path) -> None:

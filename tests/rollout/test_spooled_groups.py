@@ -7,6 +7,7 @@ import pytest
 from model_runs import look
 from patience import wait_until
 
+from echo2.durability import PARTIAL
 from echo2.errors import ConfigError
 from echo2.protocol import BodyError, GroupRollouts, Rollout
 from echo2.rollout.spool import Spool
@@ -32,6 +33,36 @@ def test_groups_lie_in_order_until_they_are_forgotten(tmp_path):
     for path in again.left():
         again.forget(path)
     assert not again.folder.exists()
+
+
+def test_what_a_killed_writer_left_goes_with_the_last_group(tmp_path):
+    spool = Spool(tmp_path, "run-1", "w")
+    path = spool.keep("w-abc", group(0))
+    path.with_name(f".000000001-w-abc.group.123{PARTIAL}").write_bytes(b"cut off")
+    again = Spool(tmp_path, "run-1", "w")
+    assert again.left() == [path]
+    again.forget(path)
+    assert not again.folder.exists()
+
+
+def test_whatever_else_lies_in_the_folder_stays(tmp_path):
+    spool = Spool(tmp_path, "run-1", "w")
+    path = spool.keep("w-abc", group(0))
+    (spool.folder / ".nfs0001").touch()
+    spool.forget(path)
+    assert [file.name for file in spool.folder.iterdir()] == [".nfs0001"]
+
+
+def test_what_another_worker_of_the_name_has_handed_in_is_settled(tmp_path):
+    spool = Spool(tmp_path, "run-1", "w")
+    paths = [spool.keep("w-abc", group(group_id)) for group_id in range(2)]
+    other = Spool(tmp_path, "run-1", "w")
+    for path in paths:
+        other.forget(path)
+    for path in paths:
+        assert spool.read(path) is None
+        spool.forget(path)
+    assert not spool.folder.exists()
 
 
 def test_a_damaged_file_is_said_to_be(tmp_path):
@@ -105,10 +136,14 @@ def test_groups_outlive_worker_and_hub_and_are_handed_in_by_the_next_worker(cut_
     assert worker.wait(60) == 2, "it ends by itself"
     assert len(spooled(tmp_path)) == 4
     assert "groups wait in" in (tmp_path / "w.log").read_text()
+    spooled(tmp_path)[0].with_name(f".000000004-w.group.1{PARTIAL}").write_bytes(b"of one that was killed amidst a fifth")
     hub.start()
     hub.wait_ready()
-    start_worker(client, run.token)
+    worker = start_worker(client, run.token)
     assert_handed_in(run, client, tmp_path)
+    wait_until(lambda: not (tmp_path / "spool" / run.run_id / "w").exists())
+    client.commit(0, {}, 0)
+    assert worker.wait(60) == 0 and "Traceback" not in (tmp_path / "w.log").read_text()
 
 
 def test_a_worker_keeps_generating_while_the_hub_is_away_and_hands_in_when_it_is_back(cut_off, tmp_path):
