@@ -42,6 +42,10 @@ class TextTokenizer:
         """Text of the ids, special tokens included."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
+    def completion(self, token_ids: Sequence[int]) -> str:
+        """Text of a completion, without the tokens that end one."""
+        return self.decode([token_id for token_id in token_ids if token_id not in self.eos_token_ids])
+
     def can_encode(self, character: str) -> bool:
         """Whether the character survives encoding and decoding."""
         # Three of them, since some tokenizers swallow one leading blank.
