@@ -26,6 +26,7 @@ class TextTokenizer:
 
     def __init__(self, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...], pad_token_id: int) -> None:
         self._tokenizer = tokenizer
+        self._first: int | None = next(iter(tokenizer.encode("").ids), None)
         self.eos_token_ids = eos_token_ids
         self.pad_token_id = pad_token_id
 
@@ -35,7 +36,13 @@ class TextTokenizer:
         return self._tokenizer.get_vocab_size()
 
     def encode(self, text: str) -> list[int]:
-        """Token ids, with those which the model's own tokenizer puts around a text, such as a leading begin token."""
+        """Token ids, with those which the model's own tokenizer puts around a text, such as a leading begin token.
+
+        A text that begins with that token, as chat templates make it, does not get it twice.
+        """
+        bare = self._tokenizer.encode(text, add_special_tokens=False).ids
+        if self._first is not None and bare[:1] == [self._first]:
+            return bare
         return self._tokenizer.encode(text).ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
