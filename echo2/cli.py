@@ -1,4 +1,4 @@
-"""The command line: `echo2 plan | train | fleet | simulate | worker | hub | status | costs`.
+"""The command line: `echo2 plan | train | fleet | simulate | worker | hub | status | completions | costs | down`.
 
 Invariants: nothing heavy is imported before a command runs; an error that the user can mend is one line on standard error and
 exit code 2; an interrupted run ends with exit code 130.
@@ -229,6 +229,26 @@ def status(run: Path, as_json: bool) -> None:
 
     found: dict[str, Any] = inspect_run(run)
     click.echo(json.dumps(found, indent=2) if as_json else render_status(found), nl=False)
+
+
+@echo2.command()
+@click.argument("run", type=RUN_PATH)
+@click.option("--step", type=click.IntRange(min=0), help="Of groups that were trained or filtered at this step.")
+@click.option("--evaluation", type=click.IntRange(min=0), metavar="VERSION", help="Of the evaluation of this version.")
+@click.option("--groups", type=click.IntRange(min=1), default=4, show_default=True, help="How many groups, the newest first.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object per line, with the whole texts.")
+def completions(run: Path, step: int | None, evaluation: int | None, groups: int, as_json: bool) -> None:
+    """Show what the policy of the run in directory RUN writes: prompts, completions, rewards.
+
+    Those of trained groups are kept as long as a checkpoint may ask for them again; of groups that were evaluated, and of
+    those that were dropped, the newest 64.
+    """
+    from echo2.hub.completions import as_json_lines, render_completions
+    from echo2.hub.inspection import completions_of
+    from echo2.run_directory import read_run
+
+    found = completions_of(read_run(run), groups, step, evaluation)
+    click.echo(as_json_lines(found) if as_json else render_completions(found), nl=False)
 
 
 @echo2.command()

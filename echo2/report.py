@@ -78,13 +78,15 @@ def summarise(config: Config, status: Mapping[str, Any], steps: Steps, observati
     all steps, whichever start of the run they were made in.
     """
     calibration = calibrate(observations)
-    exact = [step["exact_match"] for step in steps if "exact_match" in step]
+    exact, rewards = ([step[name] for step in steps if name in step] for name in ("exact_match", "reward"))
     return {
         "run_id": status["run_id"],
         "seed": config.run.seed,
         "steps": status["step"],
         "exact_match_first": _mean(exact[:FIRST_STEPS]),
         "exact_match_last": _mean(exact[-LAST_STEPS:]),
+        "reward_first": _mean(rewards[:FIRST_STEPS]),
+        "reward_last": _mean(rewards[-LAST_STEPS:]),
         "max_staleness": status["max_trained_staleness"],
         "staleness_bound": config.staleness.bound,
         "workers": status["workers_seen"],

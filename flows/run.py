@@ -108,15 +108,26 @@ def _without_traceback(record: logging.LogRecord) -> bool:
     return not crashed and not (record.exc_info and isinstance(record.exc_info[1], explained))
 
 
+def _share(value: float | None) -> str:
+    return "unknown" if value is None else f"{100 * value:.1f} %"
+
+
+def _progress(summary: Mapping[str, Any]) -> str:
+    """How the first steps and the last ones did: by exact match, or by reward where the task has no such metric."""
+    steps = summary["steps"]
+    if summary["exact_match_first"] is None and summary["reward_first"] is not None:
+        label, first, last = "reward", f"{summary['reward_first']:.4g}", f"{summary['reward_last']:.4g}"
+    else:
+        label, first, last = "exact match", _share(summary["exact_match_first"]), _share(summary["exact_match_last"])
+    return f"  {label:18}  {first} in the first {min(FIRST_STEPS, steps)} steps, {last} in the last {min(LAST_STEPS, steps)}"
+
+
 def render_summary(summary: Mapping[str, Any], config: Config, elapsed_s: float, resumed: bool = False) -> str:
     """The end of a run in a few lines; `elapsed_s` is since it was started, or last `resumed`."""
 
-    def share(value: float | None) -> str:
-        return "unknown" if value is None else f"{100 * value:.1f} %"
-
     def held_out(figures: Mapping[str, float]) -> str:
         error = f" ± {100 * figures['eval/pass@1_stderr']:.1f}" if "eval/pass@1_stderr" in figures else ""
-        return f"{share(figures.get('eval/pass@1'))}{error} with version {figures['eval/version']:.0f}"
+        return f"{_share(figures.get('eval/pass@1'))}{error} with version {figures['eval/version']:.0f}"
 
     evaluations = summary["evaluations"]
     ends = evaluations[:1] + evaluations[1:][-1:]
@@ -126,12 +137,11 @@ def render_summary(summary: Mapping[str, Any], config: Config, elapsed_s: float,
     took = f"{training} since it began; {whole} since it was resumed" if resumed else f"{training}, {whole}"
     lines = [
         f"run {summary['run_id']} has ended after {summary['steps']} steps: {took} with start and end",
-        f"  exact match         {share(summary['exact_match_first'])} in the first {min(FIRST_STEPS, summary['steps'])} steps, "
-        f"{share(summary['exact_match_last'])} in the last {min(LAST_STEPS, summary['steps'])}",
+        _progress(summary),
         *([f"  held-out pass@1     {', '.join(map(held_out, ends))}"] if ends else []),
-        f"  learner busy        {share(summary['busy_share_observed'])} of the run; "
-        f"in its last {summary['busy_share_window_steps']} steps {share(summary['busy_share_observed_in_window'])} observed, "
-        f"{share(summary['busy_share_predicted'])} predicted by the capacity model from their T, L, μ, D",
+        f"  learner busy        {_share(summary['busy_share_observed'])} of the run; "
+        f"in its last {summary['busy_share_window_steps']} steps {_share(summary['busy_share_observed_in_window'])} observed, "
+        f"{_share(summary['busy_share_predicted'])} predicted by the capacity model from their T, L, μ, D",
         f"  staleness           at most {summary['max_staleness']} of {summary['staleness_bound']} allowed",
         f"  groups              {summary['trained_groups']} trained; "
         + ", ".join(f"{summary['groups'][state]} {state}" for state in ("filtered", "expired", "failed")),

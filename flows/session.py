@@ -106,6 +106,7 @@ class Session:
             return
         reason = next((e["detail"] for e in status["events"] if e["kind"].endswith("failed")), "all rewards equal")
         told = f"step {step} has no group to train after {dropped} were dropped ({failed} failed), the last one for: {reason}"
+        told += f"; `echo2 completions {self.run.path}` shows what was written"
         if failed == dropped:
             raise UserError(f"{told}; look into {self.run.logs}")
         log.warning("%s", told)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from echo2.config import load_config
+from echo2.config_tasks import PythonTask
 from echo2.tasks.base import checked_score
 from echo2.tasks.catalog import make_task
 from echo2.tasks.tokenizer import character_tokenizer, check_agreement
@@ -54,6 +55,44 @@ def test_the_example_task_is_scored_by_a_hub(vowels, make_run, serve, publish, s
             finished = member.rollout.finish_reason == "stop"
             assert member.reward == task.score(group.group_id, tokenizer.decode(token_ids), finished).reward
     assert 0.0 <= batch.scored["exact_match"] <= 1.0
+
+
+@pytest.fixture
+def chat(monkeypatch, tmp_path):
+    """The chat task on a file of two questions, for a model with a template."""
+    from transformers import PreTrainedTokenizerFast
+
+    monkeypatch.syspath_prepend(EXAMPLES)
+    character_tokenizer().save(tmp_path / "characters.json")
+    template = "<bos>{% for message in messages %}({{ message.role }}) {{ message.content }}{% endfor %}{{ ending }}"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "characters.json"), chat_template=template)
+    tokenizer.save_pretrained(tmp_path / "model")
+    questions = {"how many?": "4 and 3 are 7\n#### 1,007", "how old?": "#### -2.5"}
+    lines = [json.dumps({"question": question, "answer": answer}) for question, answer in questions.items()]
+    (tmp_path / "questions.jsonl").write_text("\n".join(lines) + "\n")
+    options = {"model": str(tmp_path / "model"), "file": str(tmp_path / "questions.jsonl"), "template": {"ending": ":"}}
+    return make_task(PythonTask(type="python", path="chat_task:ChatTask", options=options), seed=0)
+
+
+def test_the_chat_task_puts_questions_into_the_models_template_and_judges_the_last_number(chat):
+    assert chat.size == 2
+    assert chat.prompt(0) == "<bos>(user) how many?:"
+    for index, completion, finished, reward in (
+        (0, "it is 1007.", True, 1.0),
+        (0, "first 3, so 1,007", True, 1.0),
+        (0, "1007, or 3", True, 0.0),
+        (0, "1007", False, 0.0),
+        (1, "-2.50", True, 1.0),
+        (1, "i do not know", True, 0.0),
+    ):
+        assert checked_score(chat, index, completion, finished).reward == reward, completion
+    assert checked_score(chat, 1, "i do not know", finished=True).metrics["has_number"] == 0.0
+
+
+def test_the_gpu_example_rewards_an_answer_after_which_the_model_goes_on():
+    task = make_task(load_config([EXAMPLES / "gpu.toml"]).task, seed=0)
+    right, wrong = (checked_score(task, 0, f"{answer}, and so on", finished=False) for answer in (task.answer(0), "x"))
+    assert 0.0 == wrong.reward < right.reward < checked_score(task, 0, task.answer(0), finished=True).reward
 
 
 def test_the_scheduled_run_is_served_with_parameters_that_the_flow_takes(monkeypatch):

@@ -7,6 +7,7 @@ from echo2.capacity.calibration import Observations, StepTime
 from echo2.config import load_config
 from echo2.curves import draw_curves, write_curves
 from echo2.report import render_status, summarise
+from flows.run import render_summary
 
 STATUS = {
     "run_id": "known",
@@ -49,6 +50,22 @@ def test_the_busy_share_of_the_run_and_that_of_the_window_are_told_apart():
     assert summary["busy_share_observed"] == pytest.approx(200 / 272)
     assert summary["busy_share_observed_in_window"] == 1.0 and summary["busy_share_window_steps"] == 128
     assert summary["busy_share_predicted"] is None, "terms are missing"
+
+
+@pytest.mark.parametrize(
+    ("metrics", "line"),
+    [
+        ({"exact_match": 0.25, "reward": 0.5}, "exact match         25.0 % in the first 3 steps, 25.0 % in the last 10"),
+        ({"accuracy": 0.25, "reward": -0.5}, "reward              -0.5 in the first 3 steps, -0.5 in the last 10"),
+        ({}, "exact match         unknown in the first 3 steps, unknown in the last 10"),
+    ],
+)
+def test_the_summary_tells_the_reward_where_a_task_has_no_exact_match(metrics, line):
+    times = {"learner/step_s": 1.0, "learner/wait_s": 0.0}
+    steps = [{"step": float(step)} | times | metrics for step in range(20)]
+    status = STATUS | {"groups": dict.fromkeys(("trained", "filtered", "expired", "failed"), 1)}
+    summary = summarise(load_config([], []), status, steps, Observations(steps=[]))
+    assert f"\n  {line}\n" in render_summary(summary, load_config([], []), elapsed_s=1.0)
 
 
 def test_the_accepted_share_is_shown_in_per_cent():

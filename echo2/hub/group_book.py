@@ -20,6 +20,8 @@ from echo2.hub.parts import Parts
 from echo2.protocol import BodyError, GroupRollouts, Rollout, encode_rollout
 
 NO_EVALUATION = EvaluationSection()
+GROUPS_TO_SHOW = 64
+"""Newest groups of those that were evaluated, and of those that were dropped, whose tokens stay to be looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +167,18 @@ class GroupBook:
         self.db.execute(
             "UPDATE groups SET state = ?, reason = ?, worker_id = NULL WHERE group_id = ?", (state, reason, group_id)
         )
-        self.db.execute("UPDATE rollouts SET payload = NULL WHERE group_id = ?", (group_id,))
+        self.keep_to_show(group_id, "dropped")
         self.parts.forget(group_id)
+
+    def keep_to_show(self, group_id: int, kind: str) -> None:
+        """Nothing needs the group's tokens any more: they are there to be looked at until enough of its kind are newer."""
+        if not self.db.row("SELECT 1 FROM rollouts WHERE group_id = ? AND payload IS NOT NULL", group_id):
+            return
+        key = f"{kind}_groups_to_show"
+        *older, last = [*json.loads(self.db.get(key) or "[]"), group_id][-GROUPS_TO_SHOW - 1 :]
+        if len(older) == GROUPS_TO_SHOW:
+            self.db.execute("UPDATE rollouts SET payload = NULL WHERE group_id = ?", (older.pop(0),))
+        self.db.set(key, json.dumps([*older, last]))
 
     def end_attempt(self, group_id: int, attempt: int, outcome: str) -> None:
         self.db.execute(

@@ -15,11 +15,13 @@ from typing import Any
 from echo2.capacity.calibration import Observations, calibrate
 from echo2.capacity.offers import Rental
 from echo2.errors import UserError
+from echo2.hub.completions import Completion, read_completions
 from echo2.hub.costs import Costs, read_costs
 from echo2.hub.database import Database, unreadable
 from echo2.hub.group_book import rules_of
 from echo2.hub.ledger import Ledger
 from echo2.hub.mismatch import recent_mismatches
+from echo2.hub.prompts import Prompts
 from echo2.hub.rentals import read_rentals
 from echo2.hub.roster import Roster, WorkerRecord
 from echo2.hub.statistics import Statistics
@@ -62,6 +64,12 @@ def costs_of(run: RunRecord) -> Costs:
     """What the run's money went into; raises UserError if there is no ledger yet."""
     with _open_ledger(run) as database:
         return read_costs(database)
+
+
+def completions_of(run: RunRecord, groups: int, step: int | None = None, evaluation: int | None = None) -> list[Completion]:
+    """Of the newest groups; raises UserError if there is no ledger yet, or the run's task cannot be made here."""
+    with _open_ledger(run) as database:
+        return read_completions(database, Prompts(run), groups, step, evaluation)
 
 
 def snapshot_bytes_of(run: RunRecord) -> float | None:

@@ -244,7 +244,7 @@ class Ledger:
                 self._book.drop(group_id, "failed", "no member could be scored: " + "; ".join(reasons))
             elif group["evaluation"] is not None:
                 self._db.execute("UPDATE groups SET state = 'evaluated' WHERE group_id = ?", (group_id,))
-                self._db.execute("UPDATE rollouts SET payload = NULL WHERE group_id = ?", (group_id,))
+                self._book.keep_to_show(group_id, "evaluated")
             elif self._book.rules.drop_zero_variance and len({s.reward for s in valid}) == 1:
                 self._book.drop(group_id, "filtered", "all rewards equal")
             else:

@@ -5,6 +5,8 @@ Invariant: which prompt a group has depends on its id and the run's configuratio
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from echo2.config import Config
 from echo2.hub.evaluation_groups import is_evaluation
 from echo2.hub.group_book import rules_of
@@ -48,6 +50,14 @@ class Prompts:
         """What a group of an evaluation is sampled with; None for one that is to be trained."""
         return self._config.evaluation.temperature if is_evaluation(group_id) else None
 
+    def text_of(self, group_id: int) -> str:
+        """Raises PromptError where the task cannot give the prompt."""
+        return checked_prompt(self._task, self.index_of(group_id))
+
+    def completion_of(self, token_ids: Sequence[int]) -> str:
+        """The text that the task is given to score."""
+        return self._tokenizer.completion(token_ids)
+
     def token_ids_of(self, group_id: int) -> tuple[int, ...]:
         """Raises PromptError where the task cannot give the prompt."""
-        return tuple(self._tokenizer.encode(checked_prompt(self._task, self.index_of(group_id))))
+        return tuple(self._tokenizer.encode(self.text_of(group_id)))

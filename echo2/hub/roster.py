@@ -7,11 +7,10 @@ that it was taken from; every paid interval runs from launch to termination.
 
 from __future__ import annotations
 
-import json
 import secrets
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from echo2.errors import NameTaken, UserError
@@ -44,6 +43,18 @@ class WorkerRecord:
     """When it left or was lost, in seconds since the epoch; None while it is live."""
     reason: str = ""
     """Why it did, where that is known."""
+
+
+def by_reason(reasons: Mapping[str, str]) -> str:
+    """What happened to which members of a group, each reason told once.
+
+    >>> by_reason({"0": "no memory", "1": "no memory", "3": "no number"})
+    'members 0, 1: no memory; member 3: no number'
+    """
+    members: dict[str, list[str]] = {}
+    for member, reason in reasons.items():
+        members.setdefault(reason, []).append(member)
+    return "; ".join(f"member{'s' * (len(own) > 1)} {', '.join(own)}: {reason}" for reason, own in members.items())
 
 
 class Roster:
@@ -250,9 +261,9 @@ class Roster:
 
     # --- events
 
-    def note(self, kind: str, subject: str, detail: str | dict) -> None:
-        """Remember that something happened."""
-        text = detail if isinstance(detail, str) else json.dumps(detail)
+    def note(self, kind: str, subject: str, detail: str | Mapping[str, str]) -> None:
+        """Remember that something happened; `detail` may be reasons by member."""
+        text = detail if isinstance(detail, str) else by_reason(detail)
         with self._db.transaction():
             self._db.execute("INSERT INTO events VALUES (?, ?, ?, ?)", (self._clock(), kind, subject, text))
 

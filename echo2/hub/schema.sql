@@ -66,7 +66,7 @@ CREATE TABLE IF NOT EXISTS rollouts (
     newest_version   INTEGER NOT NULL,
     tokens           INTEGER NOT NULL,
     reward           REAL,
-    payload          BLOB,                  -- NULL once no checkpoint can ask for it again
+    payload          BLOB,                  -- NULL once nobody can ask for it again
     PRIMARY KEY (group_id, member)
 ) STRICT;
 

@@ -46,7 +46,7 @@ def _score(index: int, members: Sequence[tuple[int, list[int], bool]]) -> list[M
     """Score members given as (member, token ids, finished by a stop token)."""
     scores = []
     for member, token_ids, finished in members:
-        text = _tokenizer.decode([t for t in token_ids if t not in _tokenizer.eos_token_ids])
+        text = _tokenizer.completion(token_ids)
         try:
             score = checked_score(_task, index, text, finished)
             scores.append(MemberScore(member, score.reward, score.metrics))

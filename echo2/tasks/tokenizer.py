@@ -26,6 +26,7 @@ class TextTokenizer:
 
     def __init__(self, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...], pad_token_id: int) -> None:
         self._tokenizer = tokenizer
+        self._first: int | None = next(iter(tokenizer.encode("").ids), None)
         self.eos_token_ids = eos_token_ids
         self.pad_token_id = pad_token_id
 
@@ -35,12 +36,22 @@ class TextTokenizer:
         return self._tokenizer.get_vocab_size()
 
     def encode(self, text: str) -> list[int]:
-        """Token ids, with those which the model's own tokenizer puts around a text, such as a leading begin token."""
+        """Token ids, with those which the model's own tokenizer puts around a text, such as a leading begin token.
+
+        A text that begins with that token, as chat templates make it, does not get it twice.
+        """
+        bare = self._tokenizer.encode(text, add_special_tokens=False).ids
+        if self._first is not None and bare[:1] == [self._first]:
+            return bare
         return self._tokenizer.encode(text).ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of the ids, special tokens included."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+    def completion(self, token_ids: Sequence[int]) -> str:
+        """Text of a completion, without the tokens that end one."""
+        return self.decode([token_id for token_id in token_ids if token_id not in self.eos_token_ids])
 
     def can_encode(self, character: str) -> bool:
         """Whether the character survives encoding and decoding."""

@@ -74,6 +74,22 @@ def test_a_single_worker_has_the_machines_name_and_one_by_hand_the_hosts(machine
     assert lines_of(started, 1) == [f"worker --hub http://h:1 --name {host} gpus 0"]
 
 
+@pytest.mark.parametrize(("codes", "code"), [((0, 0), 0), ((0, 2), 2), ((2, 0), 2)])
+@pytest.mark.parametrize("file", [FILE, FILE.with_name("worker.slurm.yaml")], ids=["sky", "slurm"])
+def test_a_job_fails_if_one_of_its_workers_does(file, codes, code, tmp_path):
+    binaries = tmp_path / "echo2-worker/bin"
+    binaries.mkdir(parents=True)
+    fails = "".join(f'[[ "$*" == *.{place}* ]] && exit {code}\n' for place, code in enumerate(codes))
+    for name, script in (("echo2", fails), ("python", fails), ("scontrol", "exit 0")):
+        (binaries / name).write_text(f"#!/bin/bash\n{script}")
+        (binaries / name).chmod(0o755)
+    given = {"HOME": str(tmp_path), "PATH": f"{binaries}:{os.environ['PATH']}", "ECHO2_HUB": "http://h:1", "ECHO2_NAME": "m"}
+    given |= {"ECHO2_WORKERS": "2", "ECHO2_GPUS_PER_WORKER": "1", "CUDA_VISIBLE_DEVICES": "0,1"}
+    given |= {"ECHO2_ENVIRONMENT": str(binaries.parent), "SLURM_JOB_ID": "1"}
+    script = yaml.safe_load(file.read_text())["run"]
+    assert subprocess.run(["bash", "-c", script], env=given, timeout=30).returncode == code
+
+
 UV = """#!/bin/bash
 echo "uv $@" >> "$HOME/installed"
 for last; do :; done

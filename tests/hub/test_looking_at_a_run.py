@@ -20,7 +20,7 @@ from echo2.run_directory import read_run
 
 # The superuser reads and writes whatever the permissions say, unless these two rights are taken away.
 AS_ORDINARY_USER = ("setpriv", "--bounding-set=-dac_override,-dac_read_search") if os.geteuid() == 0 else ()
-LOOKS = (("status",), ("plan", "--from-run"), ("costs",))
+LOOKS = (("status",), ("plan", "--from-run"), ("costs",), ("completions",))
 
 
 def look(command, path):

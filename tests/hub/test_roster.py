@@ -117,3 +117,9 @@ def test_a_process_that_registers_again_is_one_worker(roster, clock):
     clock.now += 1
     roster.leave(other)
     assert [worker.worker_id for worker in roster.departed_workers(10)[0]] == [other, again]
+
+
+def test_a_reason_that_many_members_share_is_told_once(roster):
+    roster.note("scoring failed", "group 1", {"0": "no number", "1": "no number", "3": "too slow"})
+    (event,) = roster._db.rows("SELECT * FROM events")
+    assert event["detail"] == "members 0, 1: no number; member 3: too slow"

@@ -130,3 +130,12 @@ def test_characters_that_the_tokenizer_cannot_encode_are_named():
 def test_a_tokenizer_that_drops_what_it_does_not_know_is_found_out():
     tokenizer = TextTokenizer(Tokenizer(models.BPE({"a": 0, " ": 1}, [])), (0,), 0)
     assert [tokenizer.can_encode(character) for character in "a b"] == [True, True, False]
+
+
+def test_a_begin_token_that_a_chat_template_wrote_is_not_put_twice():
+    from tokenizers.processors import TemplateProcessing
+
+    around, begin, text = character_tokenizer()._tokenizer, 1, character_tokenizer().encode("1+2=")
+    around.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", begin)])
+    tokenizer = TextTokenizer(around, (2,), 0)
+    assert tokenizer.encode("1+2=") == tokenizer.encode("<bos>1+2=") == [begin, *text]
