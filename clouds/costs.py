@@ -22,7 +22,7 @@ from clouds.offers import appraise
 from clouds.renting import Measured, job_of
 from echo2.capacity.offers import Offer
 from echo2.capacity.plan import make_plan
-from echo2.capacity.tables import number, percent, quantity, table
+from echo2.capacity.tables import money, number, percent, quantity, table
 from echo2.config import Config
 from echo2.errors import UserError
 from echo2.hub.costs import USEFUL, Costs
@@ -132,7 +132,7 @@ def render_costs(run_id: str, costs: Costs, others: Sequence[Alternative], budge
 
 
 def _usd(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.2f} USD"
+    return "–" if value is None else f"{money(value)} USD"
 
 
 def _figure_rows(costs: Costs, budget_usd: float) -> Iterator[tuple[str, ...]]:
@@ -146,8 +146,8 @@ def _figure_rows(costs: Costs, budget_usd: float) -> Iterator[tuple[str, ...]]:
     for name, value in costs.rates().items():
         label, counted = units[name]
         yield label, "–" if value is None else f"{number(value)} USD", counted
-    share = percent(costs.wasted_usd / costs.usd) if costs.usd else "–"
-    yield "waste", _usd(costs.wasted_usd), f"{share} of what was paid"
+    share = f"{percent(costs.wasted_usd / costs.usd)} of what was paid" if costs.usd else "nothing was paid"
+    yield "waste", _usd(costs.wasted_usd), share
     if budget_usd:
         yield "budget", _usd(budget_usd), f"{_usd(max(0.0, budget_usd - costs.usd))} are left"
     if costs.running:
@@ -158,17 +158,17 @@ def _offer_rows(costs: Costs) -> Iterator[tuple[str, ...]]:
     for cost in costs.offers:
         each = number(1000 * cost.usd / cost.scored_rollouts) if cost.scored_rollouts else "–"
         counts = map(str, (cost.launches, cost.lost, cost.running))
-        yield cost.offer, *counts, number(cost.hours), f"{cost.usd:,.2f}", str(cost.scored_rollouts), each
+        yield cost.offer, *counts, number(cost.hours), money(cost.usd), str(cost.scored_rollouts), each
 
 
 def _use_rows(costs: Costs) -> Iterator[tuple[str, ...]]:
     for use, usd in costs.uses.items():
         share = percent(usd / costs.usd) if costs.usd else "–"
-        yield use, f"{usd:,.2f}", share, "" if use in USEFUL else "waste"
+        yield use, money(usd), share, "" if use in USEFUL else "waste"
 
 
 def _other_row(other: Alternative, costs: Costs) -> tuple[str, ...]:
     if other.usd is None:
         return other.name, "–", "–", other.sentence
     share = percent(costs.usd / other.usd) if other.usd and math.isfinite(other.usd) else "–"
-    return other.name, f"{other.usd:,.2f}", share, other.sentence
+    return other.name, money(other.usd), share, other.sentence

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from echo2.capacity.calibration import Calibration, Observations, calibrate
-from echo2.capacity.tables import counted
+from echo2.capacity.tables import counted, money
 from echo2.capacity.terms import predict_run
 from echo2.config import Config
 from echo2.curves import write_broadcast, write_curves
@@ -134,7 +134,7 @@ def render_status(status: Mapping[str, Any]) -> str:
         "",
         f"Step {status['step']} of {status['total_steps']}, version {status['version']}, "
         f"{status['rollouts_per_s']:.1f} rollouts/s{'' if quiet_s is None else ' while it was active'}, "
-        f"{status['cost_usd']:.2f} USD so far.{'' if quiet_s is None else f' Nothing has happened for {quiet_s:.0f} s.'}",
+        f"{money(status['cost_usd'])} USD so far.{'' if quiet_s is None else f' Nothing has happened for {quiet_s:.0f} s.'}",
         "",
         "| groups | " + " | ".join(status["groups"]) + " |",
         "|---|" + "---|" * len(status["groups"]),

@@ -95,6 +95,7 @@ def test_a_dry_run_of_a_run_that_is_there_asks_for_resume(tmp_path):
     [
         (("model.path=docs",), ("model.path", "docs lacks config.json")),
         (("model.path=nowhere",), ("model.path", "nowhere is not a folder")),
+        (("model.path=Qwen/Qwen3-0.6B",), ("model.path", "hf download Qwen/Qwen3-0.6B --local-dir")),
         (("activation.catalog=nowhere",), ("activation.catalog", "nowhere is no folder")),
         (("activation.catalog=docs",), ("activation.catalog", "docs has no CLOUD/vms.csv")),
         (("run.directory=README.md/runs",), ("run.directory", "README.md is none")),

@@ -17,7 +17,7 @@ from echo2.capacity.pool import PoolUnit
 from echo2.capacity.provisioning import Provision, intervals_worth_trying, provision, simulate_pool
 from echo2.capacity.simulation import SimulationResult
 from echo2.capacity.slow_end import least_integer, predict_pool, reaches, slow_end_latency_s
-from echo2.capacity.tables import counted, duration, number, percent, quantity, table
+from echo2.capacity.tables import counted, duration, money, number, percent, quantity, table
 from echo2.capacity.terms import Terms, estimate_terms
 from echo2.capacity.transfer import transfer_of
 
@@ -256,7 +256,7 @@ def _prediction_rows(plan: Plan) -> list[tuple[str, ...]]:
         ("needed workers", str(plan.workers_for(needed.groups_per_s)), f"planned with {plan.terms.workers}{chosen}"),
         ("best κ", str(best.publish_interval), with_best),
         ("whole run", duration(plan.duration_s), f"{plan.steps} steps · τ, without the start"),
-        *([("workers' rent", f"{plan.workers_usd:.2f} USD", rate)] if plan.worker_price_usd_per_hour else []),
+        *([("workers' rent", f"{money(plan.workers_usd)} USD", rate)] if plan.worker_price_usd_per_hour else []),
     ]
 
 

@@ -22,6 +22,15 @@ def number(value: float) -> str:
     return f"{round(value, 9) + 0.0:.4g}"
 
 
+def money(usd: float) -> str:
+    """Dollars to the cent; of what is less than one, four digits.
+
+    >>> money(1234.5), money(0.0), money(0.0042171)
+    ('1,234.50', '0.00', '0.004217')
+    """
+    return number(usd) if 0 < abs(usd) < 1 else f"{usd:,.2f}"
+
+
 def quantity(value: float, unit: str) -> str:
     """A number and its unit."""
     return f"{number(value)} {'step' if unit == 'steps' and value == 1 else unit}"

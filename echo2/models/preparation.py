@@ -7,6 +7,7 @@ else makes the same one at the same time. torch is imported only when a model ha
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -22,6 +23,8 @@ from echo2.tasks.catalog import make_task
 from echo2.tasks.order import PromptOrder
 from echo2.tasks.tokenizer import character_tokenizer, check_agreement, load_tokenizer
 
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+"""A model's name on the Hugging Face Hub, where other trainers would fetch it from."""
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 
 
@@ -86,7 +89,10 @@ def _check_positions(config: Config, architecture: Mapping[str, Any]) -> None:
 def check_model_folder(folder: Path) -> None:
     """Raise ConfigError unless `folder` holds config.json, tokenizer.json and safetensors weights."""
     if not folder.is_dir():
-        raise ConfigError(f"model.path: {folder} is not a folder: name the folder of a Hugging Face model, or `tiny`")
+        hint = ""
+        if HUB_NAME.fullmatch(str(folder)) and not folder.parent.exists():
+            hint = f"; models are not fetched by name, but by: hf download {folder} --local-dir FOLDER"
+        raise ConfigError(f"model.path: {folder} is not a folder: name the folder of a Hugging Face model, or `tiny`{hint}")
     missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
     if not any((folder / name).is_file() for name in WEIGHT_FILES):
         missing.append(WEIGHT_FILES[0])

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,15 @@ def test_the_text_has_every_figure(catalog):
     assert "4 USD" in rows["per step"] and "0.6944 USD" in rows["per 1,000 rollouts"] and "20 USD" in rows["per million tokens"]
     assert "30.00 USD are left" in rows["budget"] and "25 %" in rows["same machines on demand"]
     assert rows[SPOT].split()[1:] == ["1", "0", "0", "10", "20.00", "28800", "0.6944"]
+
+
+def test_cents_and_less_are_told_in_digits_and_a_run_that_cost_nothing_has_no_shares(catalog):
+    costs = replace(costs_on(SPOT), usd=0.02, uses={"trained": 0.0155, "idle": 0.0045})
+    rows = {line.split("  ")[0]: line.split() for line in render_costs("run-1", costs, [], 0.0).splitlines()}
+    assert rows["trained"][1:3] == ["0.0155", "77.5"] and rows["idle"][1:3] == ["0.0045", "22.5"]
+    free = replace(costs, usd=0.0, uses={"trained": 0.0})
+    rows = {line.split("  ")[0]: line.split() for line in render_costs("run-1", free, [], 0.0).splitlines()}
+    assert rows["waste"] == ["waste", "0.00", "USD", "nothing", "was", "paid"] and rows["trained"] == ["trained", "0.00", "–"]
 
 
 def test_the_command_reads_a_run_and_prints_text_or_json(make_run, tmp_path):
