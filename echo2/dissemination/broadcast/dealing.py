@@ -370,8 +370,8 @@ class Dealing:
         return any(self._workers[number].standing.in_reach for number in others - self._arrivals.keys())
 
     def _check_silence(self, number: int, before_s: float) -> None:
-        """Tell a worker what it said to have not got that was dealt before this time; if it hears all others, the owner that
-        says to have sent it is to blame, and nobody waits for anything that it was to forward."""
+        """Tell a worker what it said to have not got that was dealt before this time; if it hears all others and did not stand
+        still, the owner that says to have sent it is to blame, and nobody waits for anything that it was to forward."""
         progress = self._progress[number]
         due = (1 << bisect_right(self._dealt_s, before_s)) - 1
         due &= ~progress.have & ~progress.told
@@ -383,7 +383,8 @@ class Dealing:
         for owner, bits in silent.items():
             self._miss(number, bits, owner)
             claimed = (bits & self._credited).bit_count()
-            if claimed >= WITHHELD_CHUNKS and 2 * len(silent) < len(self._owned):
+            heard = self._workers[number].standing.in_reach
+            if heard and claimed >= WITHHELD_CHUNKS and 2 * len(silent) < len(self._owned):
                 self._dealer.remove_owner(owner)
                 self._miss_everybody(self._owned[owner], owner)
                 detail = f"{claimed} chunks that it says to have forwarded did not come"

@@ -18,7 +18,7 @@ from enum import Enum, auto
 
 from echo2.dissemination.broadcast.buffers import Buffers
 from echo2.dissemination.broadcast.cipher import ChunkCipher, ChunkRefused
-from echo2.dissemination.broadcast.link import Link
+from echo2.dissemination.broadcast.link import ANSWERS_WAITING, Link
 from echo2.dissemination.broadcast.reception import SOURCE, Reception, Rooms, chunks_of
 from echo2.dissemination.broadcast.relay import Credit, Relay, laggards
 from echo2.dissemination.broadcast.wire import Frame, Kind, pack_bits, pack_credit, unpack_bits, unpack_json, unpack_numbers
@@ -27,8 +27,6 @@ from echo2.dissemination.manifest import Manifest, parse_manifest, signing_key, 
 PROGRESS_S = 0.25
 ALONE_S = 2.0
 """A worker whose source is away for so long asks the others for everything that it misses."""
-ANSWERS_WAITING = 64
-"""Chunks that may wait on one connection for somebody who asked."""
 EARLY_CHUNKS = 64
 """Chunks that may wait for their announcement, which comes another way."""
 OVER_S = 30.0

@@ -38,6 +38,8 @@ SETTLE_S = 0.02
 FIRST_DETACH_S = 1.0
 LONGEST_DETACH_S = 16.0
 RELAPSE_S = 5.0
+ANSWERS_WAITING = 64
+"""Chunks that may wait on one connection for somebody who asked."""
 HEARD_BYTES = 4 * 1024
 MIN_ROUND_TRIP_AT = 148
 """Where the kernel's `tcp_info` has the shortest round trip, in microseconds."""
@@ -54,7 +56,7 @@ class Outgoing:
     done: Callable[[bool], None] | None
     queued_s: float
     asked: bool
-    given_up: bool = False
+    left_over: bool = False
 
     def finish(self, sent: bool) -> None:
         done, self.done = self.done, None
@@ -138,10 +140,10 @@ class Link:
 
     @property
     def detached(self) -> bool:
-        """Whether chunks are not to be sent unasked for now: for a while after `detach`, and until a frame that was given up
-        has gone out."""
-        stuck = self._current_is_data and self._current is not None and self._current.given_up
-        return stuck or self._clock() < self._detached_until_s
+        """Whether chunks are not to be sent unasked for now: for a while after `detach`, and until what was left then has gone
+        out."""
+        oldest = self._current if self._current_is_data else next(iter(self._data), None)
+        return (oldest is not None and oldest.left_over) or self._clock() < self._detached_until_s
 
     @property
     def queued_chunks(self) -> int:
@@ -178,11 +180,13 @@ class Link:
         done: Callable[[bool], None] | None = None,
         asked: bool = False,
     ) -> None:
-        """Queue a frame; `body` must stay as it is until `done`; what was `asked` for outlives `detach`. On a closed link the
-        frame is dropped at once."""
+        """Queue a frame; `body` must stay as it is until `done`. On a closed link the frame is dropped at once.
+
+        One that was `asked` for outlives `detach`, which calls its `done` all the same; it is dropped beyond `ANSWERS_WAITING`.
+        """
         header = memoryview(HEADER.pack(kind, chunk, len(body), broadcast))
         outgoing = Outgoing([header, memoryview(body)] if len(body) else [header], done, self._clock(), asked)
-        if self._closed:
+        if self._closed or (asked and self.queued_chunks >= ANSWERS_WAITING):
             outgoing.finish(False)
             return
         (self._data if kind in DATA else self._control).append(outgoing)
@@ -200,11 +204,10 @@ class Link:
         self._detach_s = min(2 * self._detach_s, LONGEST_DETACH_S) if relapsed else FIRST_DETACH_S
         self._detached_until_s = now_s + self._detach_s
         current = [self._current] if self._current is not None and self._current_is_data else []
-        under_way = [frame for _, frame in self._unacknowledged]
-        dropped = [frame for frame in (*under_way, *current, *self._data) if not frame.asked]
+        late = [*(frame for _, frame in self._unacknowledged), *current, *self._data]
         self._data = deque(frame for frame in self._data if frame.asked)
-        for outgoing in dropped:
-            outgoing.given_up = True
+        for outgoing in late:
+            outgoing.left_over = True
             outgoing.finish(False)
 
     def adapt(self) -> bool:
