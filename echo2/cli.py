@@ -373,7 +373,7 @@ def main() -> None:
         error.show()
         sys.exit(REFUSED)
     except (KeyboardInterrupt, click.Abort):
-        _fail("interrupted", 130)
+        _leave_interrupted()
     except BrokenPipeError:
         sys.exit(1)
     except OSError as error:
@@ -382,8 +382,19 @@ def main() -> None:
         drop_unwritten()
 
 
+def _leave_interrupted() -> None:
+    _say("interrupted")
+    drop_unwritten()
+    # Python would end by SIGINT, whatever exit code it is given, if the interrupt met code that was made from a string.
+    os._exit(130)
+
+
 def _fail(sentence: str, code: int) -> None:
+    _say(sentence)
+    sys.exit(code)
+
+
+def _say(sentence: str) -> None:
     # Where the output is on a disk that is full, the exit code is all that can be told.
     with contextlib.suppress(OSError):
         click.echo(f"{SPEAKER}{sentence}", err=True)
-    sys.exit(code)

@@ -1,5 +1,6 @@
 """An interrupt counts wherever it meets the process, and nothing else does."""
 
+import os
 import subprocess
 import sys
 
@@ -94,20 +95,25 @@ print(interrupted())
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 @pytest.mark.parametrize("loading", ["echo2.config", "pydantic", "flows.run", "flows.preflight"])
-def test_a_command_that_is_told_to_end_while_it_loads_says_so_in_one_line(name, loading, tmp_path):
+@pytest.mark.parametrize("how", ["{}", "exec({!r})"], ids=["plain", "code made from a string"])
+def test_a_command_that_is_told_to_end_while_it_loads_says_so_in_one_line(name, loading, how, tmp_path):
     code = f"""
 import sys
 
 class Told:
     def find_spec(self, module, *_):
         if module == {loading!r}:
-            {RAISED.format(name=name)}
+            {how.format(RAISED.format(name=name))}
 
 sys.meta_path.insert(0, Told())
-sys.argv = ["echo2", "train", "run.directory={tmp_path}", "worker.engine=simulated", "learner.engine=simulated"]
+sys.argv = ["echo2", "train", "run.directory={tmp_path}/runs", "worker.engine=simulated", "learner.engine=simulated"]
 from echo2.cli import main
 main()
 """
-    done = subprocess.run([sys.executable, "-c", f"import signal{code}"], capture_output=True, text=True, timeout=60)
+    # As a module, since Python's own exit by SIGINT is for those.
+    (tmp_path / "told.py").write_text(f"import signal{code}")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))}
+    command = [sys.executable, "-m", "told"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "echo2: interrupted")
-    assert not list(tmp_path.iterdir())
+    assert not (tmp_path / "runs").exists()
